@@ -1,0 +1,161 @@
+"""LibraSpec's criterion and Algorithm 1 (arXiv 2608.08721, sections 3.2 to 3.4).
+
+Symbols: q_k is the drafter's confidence in its k-th token (the probability it gave the token it
+drafted), used for the chance that token k is accepted given that 1..k-1 were; alpha = T / (tau c)
+weighs an expected accepted token against the cost of a verified one.
+
+Positions are 1-based in the text and 0-based in tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def expected_accepted(p: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    """E[tau_d] for d = 1..D: expected accepted tokens when d tokens are verified.
+
+    ``E[tau_d] = sum_{j<=d} prod_{k<=j} p_k`` (section 3.1).
+
+    Args:
+        p: [D] or [bs, D] acceptance probabilities, each given that all before were accepted.
+
+    Returns:
+        float64, same shape: entry d-1 is E[tau_d].
+    """
+    p = torch.as_tensor(p, dtype=torch.float64)
+    return torch.cumprod(p, dim=-1).cumsum(dim=-1)
+
+
+def suffix_bounds(confidences: Sequence[float], length: int, alpha: float) -> list[int]:
+    """eps_i = floor(alpha * sum_{j=i..d} prod_{k=i..j} q_k) + i for i = 1..d (theorem 3.4).
+
+    The inner double sum is the linear recurrence S_i = q_i (1 + S_{i+1}), S_{d+1} = 0, so one
+    reverse pass in float64 gives all of them. The integer i is added after the floor: it must not
+    cost the sum its last bits at an integer boundary.
+    """
+    bounds = [0] * length
+    tail = 0.0
+    for i in range(length, 0, -1):
+        tail = confidences[i - 1] * (1.0 + tail)
+        bounds[i - 1] = math.floor(alpha * tail) + i
+    return bounds
+
+
+def algorithm_one(
+    confidences: Sequence[float], block_size: int, max_length: int, alpha: float
+) -> tuple[int, int]:
+    """Algorithm 1 for one request: the length to verify and the blocks it took to know it.
+
+    Start from one drafted block, extend while even the weakest suffix earns its cost, and roll
+    back at most once. ``B`` is the budget of tokens drafted but not yet asked for; it lives for
+    one round. The length never exceeds ``max_length``.
+
+    Args:
+        confidences: q_1.. up to at least ``max_length`` tokens.
+        block_size: n, tokens one drafting pass adds.
+        max_length: d_max.
+        alpha: T / (tau c), positive.
+
+    Returns:
+        (length d >= 1, blocks drafted >= 1).
+    """
+    _check(block_size, max_length, alpha)
+    if len(confidences) < max_length:
+        raise ValueError(f"need {max_length} confidences (max_length), got {len(confidences)}")
+    q = [_probability(c) for c in confidences]
+    length, budget, blocks = min(block_size, max_length), 0, 1
+    while length < max_length:
+        bound = min(min(suffix_bounds(q, length, alpha)), max_length)
+        if bound <= length:
+            return bound, blocks
+        budget -= bound - length
+        length = bound
+        if budget < 0:
+            more = -(budget // block_size)
+            blocks += more
+            budget += more * block_size
+    return length, blocks
+
+
+def bounds_by_length(confidences: torch.Tensor, alpha: torch.Tensor | float) -> torch.Tensor:
+    """min_i eps_i for every length at once.
+
+    Args:
+        confidences: [bs, D]; NaN counts as no confidence, values are clamped to [0, 1].
+        alpha: scalar or [bs].
+
+    Returns:
+        int64 [bs, D]: column d-1 is min over i <= d of eps_i when the draft has d tokens.
+    """
+    bs, width = confidences.shape
+    q = torch.nan_to_num(confidences.to(torch.float64), nan=0.0).clamp_(0.0, 1.0)
+    upper = torch.ones((width, width), dtype=torch.bool, device=q.device).triu_()
+    # run[i, j] = prod_{k=i..j} q_k, sums[i, d] = sum_{j=i..d} run[i, j]
+    run = torch.where(upper, q[:, None, :], 1.0).cumprod(dim=2)
+    sums = run.mul_(upper).cumsum(dim=2)
+    weight = torch.as_tensor(alpha, dtype=torch.float64, device=q.device).reshape(-1, 1, 1)
+    start = torch.arange(1, width + 1, device=q.device)[:, None]
+    eps = (sums * weight).floor_().to(torch.int64) + start
+    return eps.masked_fill_(~upper, torch.iinfo(torch.int64).max).amin(dim=1)
+
+
+def first_lengths(
+    confidences: torch.Tensor,
+    alpha: torch.Tensor | float,
+    *,
+    block_size: int,
+    max_length: int,
+) -> torch.Tensor:
+    """Algorithm 1 for a batch, on the device, as far as the given confidences reach.
+
+    Follows d -> min_i eps_i from d = block_size. A request whose next length lies beyond the
+    D tokens drafted so far stays at that wish, so a result above D means "draft further".
+
+    Args:
+        confidences: [bs, D], D >= min(block_size, max_length).
+        alpha: scalar or [bs].
+        block_size: n.
+        max_length: d_max.
+
+    Returns:
+        int64 [bs] lengths in 1..max_length.
+    """
+    _check(block_size, max_length, float(torch.as_tensor(alpha).min()))
+    width = confidences.shape[1]
+    length = torch.full(
+        (confidences.shape[0],),
+        min(block_size, max_length),
+        dtype=torch.int64,
+        device=confidences.device,
+    )
+    if block_size >= max_length:
+        return length
+    bounds = bounds_by_length(confidences, alpha).clamp_(max=max_length)
+    growing = torch.ones_like(length, dtype=torch.bool)
+    # Each pass extends by at least one token or stops, so the count is bounded by the lengths
+    # that can be looked up.
+    for _ in range(min(width, max_length) - block_size + 1):
+        known = growing & (length <= width)
+        bound = bounds.gather(1, (length - 1).clamp(max=width - 1)[:, None])[:, 0]
+        growing = known & (bound > length) & (bound < max_length)
+        length = torch.where(known, bound, length)
+        if not length.is_cuda and not growing.any():
+            break  # an early way out where looking does not stall a device
+    return length
+
+
+def _probability(value: float) -> float:
+    return 0.0 if math.isnan(value) else min(max(float(value), 0.0), 1.0)
+
+
+def _check(block_size: int, max_length: int, alpha: float) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
+    if not alpha > 0:
+        raise ValueError(f"alpha must be positive, got {alpha}")

@@ -1,0 +1,1 @@
+"""Drafters behind one small protocol (base.py)."""

@@ -1,0 +1,46 @@
+"""What a drafter gives the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Window:
+    """The slots a round may write, one row per request; planned once for draft and verify.
+
+    Attributes:
+        anchor: int64 [bs], the last token of each request (accepted, its KV not yet written).
+        prefix_lens: int64 [bs], tokens whose KV is in the cache; the anchor's position.
+        positions: int64 [bs, W], ``prefix_lens + 0..W-1``.
+        slots: int64 [bs, W], KV slots of those positions.
+    """
+
+    anchor: torch.Tensor
+    prefix_lens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        return int(self.positions.shape[1])
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens.
+
+    Attributes:
+        tokens: int64 [bs, D].
+        confidence: float32 [bs, D], the probability the drafter gave each of them; NaN where it
+            was not asked for.
+    """
+
+    tokens: torch.Tensor
+    confidence: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        return int(self.tokens.shape[1])

@@ -1,0 +1,240 @@
+"""What a DFlash draft checkpoint says about itself, checked before an engine starts.
+
+z-lab's layout: ``config.json`` with architecture ``DFlashDraftModel``, a ``block_size`` and a
+``dflash_config`` naming the mask token and the target layers whose hidden states it reads; weights
+without embedding and head, which are the target's. Checks that need no weights are made from
+``config.json`` and the safetensors header, so a wrong file is named before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libraspec_sglang.controller import policies
+from libraspec_sglang.options import OptionError, Options
+
+ARCHITECTURE = "DFlashDraftModel"
+HOT_TOKENS = "hot_token_ids.json"
+DRAFT_FLAG = "--speculative-draft-model-path"
+
+
+@dataclass(frozen=True)
+class DraftCheckpoint:
+    """Fields of a draft checkpoint that lengths and heads depend on.
+
+    Attributes:
+        path: local directory.
+        config: parsed ``config.json``.
+        block_size: slots of a trained block, anchor included.
+        hot_token_ids: sorted ids the head may be cut to, or None.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    block_size: int
+    hot_token_ids: list[int] | None
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """How long a round can get.
+
+    Attributes:
+        policy_name: the policy asked for.
+        block_size: slots per trained block, anchor included.
+        max_length: d_max, drafted tokens at most.
+        static_length: length of the static policy.
+        window: slots a round reserves per request: the anchor and the longest length.
+        alpha: T / (tau c).
+        wide: one wide first pass instead of further blocks.
+    """
+
+    policy_name: str
+    block_size: int
+    max_length: int
+    static_length: int
+    window: int
+    alpha: float
+    wide: bool
+
+    def policy(self) -> policies.Policy:
+        """The policy object. A block of B slots drafts n = B - 1 tokens (slot 0 is the anchor)."""
+        return policies.build(
+            self.policy_name,
+            block_size=self.block_size - 1,
+            max_length=self.max_length,
+            alpha=self.alpha,
+            static_length=self.static_length,
+            wide=self.wide,
+        )
+
+
+def plan_lengths(options: Options, block_size: int) -> LengthPlan:
+    """Resolve the options' defaults for a checkpoint's block size."""
+    static = block_size - 1 if options.static_length is None else options.static_length
+    most = options.max_length
+    if most is None:
+        most = max(1, block_size * 3 // 2)
+    longest = {"libraspec": most, "static": max(1, static), "none": 1}[options.policy]
+    return LengthPlan(
+        policy_name=options.policy,
+        block_size=block_size,
+        max_length=most,
+        static_length=static,
+        window=1 + longest,
+        alpha=options.alpha,
+        wide=options.extension == "wide",
+    )
+
+
+def read(path: str | None, revision: str | None = None, block_size: int | None = None):
+    """Read a draft checkpoint's configuration.
+
+    Args:
+        path: local directory or hub id, as given to ``--speculative-draft-model-path``.
+        revision: hub revision.
+        block_size: override of the checkpoint's block size (slots, anchor included).
+
+    Raises:
+        OptionError: no path, no config, another architecture, no mask token, no block size, or a
+            block size larger than the checkpoint was trained for.
+    """
+    if not path:
+        raise OptionError(f"LIBRASPEC needs a draft model: pass {DRAFT_FLAG} PATH_OR_HUB_ID")
+    directory = _local(path, revision)
+    config = _json(directory / "config.json", path)
+    architectures = config.get("architectures") or []
+    if ARCHITECTURE not in architectures:
+        raise OptionError(
+            f"{DRAFT_FLAG} {path}: architecture {architectures or 'missing'} is not a DFlash "
+            f"drafter; expected {ARCHITECTURE} (z-lab's DFlash checkpoints)"
+        )
+    dflash = config.get("dflash_config") or {}
+    for kind in ("projector_type", "selector_rank", "conv_kernel_size"):
+        if dflash.get(kind):
+            raise OptionError(
+                f"{DRAFT_FLAG} {path}: dflash_config.{kind} = {dflash[kind]!r}; LIBRASPEC drives "
+                "plain DFlash drafters, use --speculative-algorithm DFLASH for this one"
+            )
+    if dflash.get("mask_token_id") is None and dflash.get("mask_token") is None:
+        raise OptionError(
+            f"{directory / 'config.json'}: dflash_config names neither mask_token_id nor "
+            "mask_token; a DFlash drafter cannot draft without its mask token, add the id it was "
+            "trained with"
+        )
+    trained = dflash.get("block_size", config.get("block_size"))
+    if not isinstance(trained, int) or trained < 2:
+        raise OptionError(
+            f"{directory / 'config.json'}: block_size {trained!r} must be an integer of at least 2"
+        )
+    if block_size is not None and not 2 <= block_size <= trained:
+        raise OptionError(
+            f"--speculative-dflash-block-size {block_size}: this checkpoint supports 2 to {trained} "
+            "(its trained block); longer drafts come from --libraspec-max-length"
+        )
+    return DraftCheckpoint(
+        path=directory,
+        config=config,
+        block_size=block_size or trained,
+        hot_token_ids=_hot_tokens(directory / HOT_TOKENS),
+    )
+
+
+def check_against_target(draft: DraftCheckpoint, target: dict[str, Any]) -> None:
+    """Whether a drafter belongs to a target.
+
+    Args:
+        draft: the drafter.
+        target: the target's ``config.json`` (text part) as a dict.
+
+    Raises:
+        OptionError: another hidden size, vocabulary or depth, a mask id outside the vocabulary,
+            or missing tensors.
+    """
+    where = draft.path / "config.json"
+    for field in ("hidden_size", "vocab_size"):
+        ours, theirs = draft.config.get(field), target.get(field)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise OptionError(
+                f"{where}: {field} {ours} differs from the target's {theirs}; this drafter was "
+                f"made for another target, pass its own with {DRAFT_FLAG}"
+            )
+    layers = target.get("num_hidden_layers")
+    wanted = (draft.config.get("dflash_config") or {}).get("target_layer_ids") or []
+    if layers is not None and wanted and max(wanted) > layers - 2:
+        raise OptionError(
+            f"{where}: target_layer_ids {wanted} reach past the target's last capturable layer "
+            f"{layers - 2}; this drafter was made for a deeper target"
+        )
+    mask = (draft.config.get("dflash_config") or {}).get("mask_token_id")
+    vocabulary = target.get("vocab_size")
+    if mask is not None and vocabulary is not None and not 0 <= mask < vocabulary:
+        raise OptionError(f"{where}: mask_token_id {mask} is outside the vocabulary 0..{vocabulary - 1}")
+    _check_tensors(draft)
+
+
+def _check_tensors(draft: DraftCheckpoint) -> None:
+    files = sorted(draft.path.glob("*.safetensors"))
+    if not files:
+        if any(draft.path.glob("*.bin")):
+            return
+        raise OptionError(f"{draft.path}: no *.safetensors weights; the checkpoint is incomplete")
+    names = {name.removeprefix("model.") for file in files for name in _tensor_names(file)}
+    layers = int(draft.config.get("num_hidden_layers", 0))
+    parts = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj")
+    needed = ["fc", "hidden_norm", "norm"]
+    needed += [f"layers.{i}.{part}" for i in range(layers) for part in parts]
+    missing = [n for n in needed if not any(have.startswith(n + ".") for have in names)]
+    if missing:
+        raise OptionError(
+            f"{draft.path}: missing tensors {', '.join(missing[:4])}"
+            f"{' and more' if len(missing) > 4 else ''}; the checkpoint is incomplete, download it "
+            "again"
+        )
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(size))
+    except (OSError, ValueError, struct.error) as error:
+        raise OptionError(f"{file}: not a readable safetensors file ({error})") from None
+    return [name for name in header if name != "__metadata__"]
+
+
+def _local(path: str, revision: str | None) -> Path:
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists() or path.startswith((".", "/", "~")):
+        raise OptionError(f"{DRAFT_FLAG} {path}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Weights are SGLang's to fetch; the header checks need them only if they are there.
+        return Path(snapshot_download(path, revision=revision))
+    except Exception as error:
+        raise OptionError(f"{DRAFT_FLAG} {path}: neither a directory nor a hub model ({error})") from None
+
+
+def _json(file: Path, given: str) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise OptionError(f"{DRAFT_FLAG} {given}: no config.json in {file.parent}") from None
+    except ValueError as error:
+        raise OptionError(f"{file}: not valid JSON ({error})") from None
+
+
+def _hot_tokens(file: Path) -> list[int] | None:
+    if not file.exists():
+        return None
+    ids = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise OptionError(f"{file}: must be a non-empty list of token ids")
+    return sorted(set(ids))

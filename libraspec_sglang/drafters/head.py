@@ -1,0 +1,107 @@
+"""The draft head: from draft hidden states to a token and the probability it was given.
+
+DFlash drafts borrow the target's ``lm_head``. Two things differ from SGLang's own greedy head:
+the probability of the chosen token is kept, since it is what lengths are decided from, and the
+vocabulary may be cut to the *hot* tokens the checkpoint lists (``hot_token_ids.json``). A cut
+vocabulary is lossless, since the target verifies every token; it saves most of the head's cost
+where the vocabulary is large and the drafter small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """Greedy draft tokens with confidences.
+
+    Attributes:
+        project: [n, H] hidden states -> [n, V'] logits over this rank's candidate tokens.
+        token_ids: int64 [V'], token id of each logit column.
+        group: tensor-parallel group whose ranks hold other columns, or None.
+    """
+
+    project: Any
+    token_ids: torch.Tensor
+    group: Any = None
+
+    @torch.inference_mode()
+    def __call__(self, hidden: torch.Tensor, *, confidence: bool) -> tuple[torch.Tensor, Any]:
+        """Draft from hidden states.
+
+        Args:
+            hidden: [n, H].
+            confidence: whether to also return probabilities (one more pass over the logits).
+
+        Returns:
+            (int64 [n] tokens, float32 [n] probability of each under the drafter, or None).
+        """
+        logits = self.project(hidden)
+        best, column = logits.max(dim=-1)
+        token = self.token_ids[column]
+        mass = torch.logsumexp(logits.float(), dim=-1) if confidence else None
+        if self.group is not None:
+            best, token, mass = self._across_ranks(best, token, mass)
+        if mass is None:
+            return token, None
+        return token, torch.exp(best.float() - mass)
+
+    def _across_ranks(self, best: torch.Tensor, token: torch.Tensor, mass: torch.Tensor | None):
+        """The best of all ranks; ties go to the lowest rank, as a full-vocabulary argmax would."""
+        gather = self.group.all_gather
+        scores = gather(best.float()[None], dim=0)
+        winner = scores.argmax(dim=0, keepdim=True)
+        token = gather(token[None], dim=0).gather(0, winner)[0]
+        if mass is not None:
+            mass = torch.logsumexp(gather(mass[None], dim=0), dim=0)
+        return scores.gather(0, winner)[0], token, mass
+
+
+def build_head(lm_head: Any, vocab_size: int, hot_ids: list[int] | None, group: Any) -> DraftHead:
+    """Borrow the target's head.
+
+    Args:
+        lm_head: the target's (vocabulary-parallel) head; dense weight or quantised.
+        vocab_size: the target's vocabulary; padding and added rows beyond it are never drafted.
+        hot_ids: sorted token ids to draft from, or None for all of them.
+        group: tensor-parallel group, or None on one rank.
+
+    Raises:
+        ValueError: the head has neither a dense weight nor a quantisation method.
+    """
+    shard = getattr(lm_head, "shard_indices", None)
+    first = int(shard.org_vocab_start_index) if shard is not None else 0
+    rows = int(shard.num_org_elements) if shard is not None else int(lm_head.weight.shape[0])
+    rows = min(rows, vocab_size - first)
+    weight = getattr(lm_head, "weight", None)
+    dense = weight is not None and weight.dtype in _DENSE
+    device = next(lm_head.parameters()).device
+    columns = torch.arange(rows, device=device)
+    if hot_ids is not None:
+        hot = torch.tensor(hot_ids, device=device) - first
+        columns = hot[(hot >= 0) & (hot < rows)]
+    if dense:
+        kept = weight[columns] if hot_ids is not None else weight[:rows]
+        matrix = kept.detach().t()
+
+        def project(hidden: torch.Tensor) -> torch.Tensor:
+            return torch.matmul(hidden.to(matrix.dtype), matrix)
+
+    elif callable(getattr(getattr(lm_head, "quant_method", None), "apply", None)):
+
+        def project(hidden: torch.Tensor) -> torch.Tensor:
+            return lm_head.quant_method.apply(lm_head, hidden, None)[:, columns]
+
+    else:
+        raise ValueError(
+            "the target's lm_head has neither a dense weight nor a quantisation method; "
+            "LIBRASPEC drafts through the target's head"
+        )
+    return DraftHead(project, columns + first, group)
+
+
+_DENSE = (torch.float16, torch.bfloat16, torch.float32)

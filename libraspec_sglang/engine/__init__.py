@@ -1,0 +1,1 @@
+"""The plugin inside SGLang: entry point, contract, algorithm and worker."""

@@ -1,0 +1,150 @@
+"""``--speculative-algorithm LIBRASPEC``: what SGLang asks of an algorithm."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from libraspec_sglang import options
+from libraspec_sglang.drafters import checkpoint
+from libraspec_sglang.options import OptionError
+
+from . import contract
+
+logger = logging.getLogger(__name__)
+
+NAME = "LIBRASPEC"
+DEFAULT_MAX_RUNNING = 48  # as SGLang sets for DFLASH
+
+
+class LibraSpecAlgorithm(CustomSpecAlgo):
+    """Answers as SGLang's DFLASH does, since the drafter, its KV and its prefill are DFLASH's."""
+
+    def is_dflash(self) -> bool:
+        return True
+
+    def is_dflash_family(self) -> bool:
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def supports_prefill_shared_read_done(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def get_platform_worker_cls(self) -> type | None:
+        return None
+
+    def create_future_map(
+        self, device, req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=False
+    ) -> FutureMap:
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+    def handle_server_args(self, server_args) -> None:
+        """Fill in what follows from the drafter; the counterpart of SGLang's ``_handle_dflash``."""
+        draft = _draft(server_args)
+        plan = checkpoint.plan_lengths(options.load(), draft.block_size)
+        server_args.speculative_dflash_block_size = draft.block_size
+        server_args.speculative_num_steps = 1
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = plan.window
+        if server_args.speculative_draft_attention_backend is None:
+            server_args.speculative_draft_attention_backend = _draft_backend(server_args)
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING
+
+
+def validate(server_args) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        OptionError: names the option and the fix.
+    """
+    contract.require()
+    options.load()
+    for field, flag, why in _REFUSED:
+        value = getattr(server_args, field, None)
+        if value not in (None, False, 0, 1, "null"):
+            raise OptionError(f"LIBRASPEC does not support {flag} ({value}): {why}")
+    if server_args.enable_dp_attention:
+        raise OptionError("LIBRASPEC does not support --enable-dp-attention; use --dp-size replicas")
+    draft = _draft(server_args)
+    target = _target_config(server_args)
+    if target is not None:
+        checkpoint.check_against_target(draft, target)
+
+
+_REFUSED = (
+    ("pp_size", "--pp-size", "the drafter reads hidden states of layers on every stage"),
+    (
+        "speculative_draft_window_size",
+        "--speculative-draft-window-size",
+        "leave it out; the drafter attends to the whole context",
+    ),
+    (
+        "disaggregation_mode",
+        "--disaggregation-mode",
+        "the drafter's KV is not transferred; serve prefill and decode together",
+    ),
+    ("enable_lora", "--enable-lora", "SGLang allows LoRA with its own algorithms only"),
+    ("enable_watermark", "--enable-watermark", "it changes the sampler per row; leave it out"),
+)
+
+
+def _draft(server_args) -> checkpoint.DraftCheckpoint:
+    # In DFLASH, --speculative-num-draft-tokens is another spelling of the block size; a command
+    # line that worked with DFLASH must mean the same here. Once resolved, the field holds our
+    # window, which is why the block size is taken from the raw flag.
+    sizes = {
+        "--speculative-dflash-block-size": server_args.speculative_dflash_block_size,
+        "--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens,
+    }
+    given = {flag: int(size) for flag, size in sizes.items() if size is not None}
+    if len(set(given.values())) > 1:
+        raise OptionError(
+            "--speculative-dflash-block-size and --speculative-num-draft-tokens are two names for "
+            f"the block size here and differ: {given}; pass one of them"
+        )
+    return checkpoint.read(
+        server_args.speculative_draft_model_path,
+        getattr(server_args, "speculative_draft_model_revision", None),
+        next(iter(given.values()), None),
+    )
+
+
+def _target_config(server_args) -> dict | None:
+    """The target's text configuration, or None where SGLang will say better what is wrong."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    try:
+        config = get_config(
+            server_args.model_path,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.revision,
+            model_override_args=json.loads(server_args.json_model_override_args),
+        )
+    except Exception as error:
+        logger.debug("LibraSpec: target configuration not read: %s", error)
+        return None
+    return config.get_text_config().to_dict()
+
+
+def _draft_backend(server_args) -> str:
+    from sglang.srt.server_args import DRAFT_ATTENTION_BACKEND_CHOICES
+
+    backend = server_args.prefill_attention_backend or server_args.attention_backend
+    return backend if backend in DRAFT_ATTENTION_BACKEND_CHOICES else "flashinfer"

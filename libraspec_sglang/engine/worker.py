@@ -1,0 +1,394 @@
+"""The speculative worker: one round from drafting to commit.
+
+Subclass of SGLang's DFLASH worker, which loads the draft model, shares the target's KV slots with
+it (so radix-cache hits are the drafter's too) and fills its cache during prefill. What differs is
+the decode round: the drafter's confidences decide how many tokens each request verifies, and the
+target's forward then holds just those rows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+from libraspec_sglang import options
+from libraspec_sglang.controller import policies
+from libraspec_sglang.drafters import checkpoint
+from libraspec_sglang.drafters.base import Proposal, Window
+from libraspec_sglang.drafters.dflash import DFlashDrafter
+from libraspec_sglang.drafters.head import build_head
+from libraspec_sglang.observe.trace import RoundClock, TraceWriter
+from libraspec_sglang.verify.accept import Accepted, accept
+from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path
+from libraspec_sglang.verify.layout import VerifyRows, verify_rows
+
+from .draft_input import LibraSpecDraftInput
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+logger = logging.getLogger(__name__)
+
+
+class LibraSpecWorker(DFlashWorkerV2):
+    """DFLASH worker whose verified lengths are decided per request and round."""
+
+    def __init__(self, server_args, gpu_id, nccl_port, target_worker) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        self._options = options.load()
+        draft = checkpoint.read(
+            get_spec().speculative_draft_model_path,
+            block_size=get_spec().speculative_dflash_block_size,
+        )
+        self._lengths = checkpoint.plan_lengths(self._options, draft.block_size)
+        self._policy = self._lengths.policy()
+        self._window_width = self.block_size
+        self._context_len = int(self.model_runner.model_config.context_len)
+        self._tp_group = get_parallel().tp_group
+        target_model = target_worker.model_runner.model
+        lm_head = unwrap_lora_layer(target_model.lm_head)
+        self._drafter = DFlashDrafter(
+            self,
+            unwrap_lora_layer(target_model.get_input_embeddings()),
+            build_head(
+                lm_head,
+                int(self.model_runner.model_config.vocab_size),
+                draft.hot_token_ids,
+                self._tp_group if self._tp_group.world_size > 1 else None,
+            ),
+        )
+        self._clock = RoundClock()
+        self._trace = self._open_trace()
+        self._full_rows = False
+        self._draft_vocabulary = draft.hot_token_ids and len(draft.hot_token_ids)
+
+    # -- SGLang's hooks ------------------------------------------------------------------
+
+    def _validate_phase1_sampling_support(self, batch) -> None:
+        """DFLASH warns here that it decodes greedily where its kernel is missing; we sample."""
+
+    def _maybe_build_draft_sampler(self):
+        """DFLASH's in-graph head gives only tokens; ours, run after the graph, gives confidences."""
+        return None
+
+    def _make_next_draft_input_prefill(self, *, bonus_tokens, seq_lens):
+        return LibraSpecDraftInput.make(bonus_tokens, seq_lens)
+
+    def _make_next_draft_input_decode(self, *, bonus_tokens, new_seq_lens):
+        return LibraSpecDraftInput.make(bonus_tokens, new_seq_lens)
+
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        row_width = int(self.model_runner.req_to_token_pool.req_to_token.shape[1])
+        if row_width < self._context_len + self._window_width:
+            raise RuntimeError(
+                f"request rows hold {row_width} slots, but a context of {self._context_len} and a "
+                f"round of {self._window_width} need more; lower --libraspec-max-length"
+            )
+        self._full_rows = self.model_runner.decode_cuda_graph_runner is not None
+        if self._full_rows:
+            logger.warning(
+                "LibraSpec: SGLang's FlashInfer backend has no CUDA graph for ragged verification, "
+                "so every request verifies the whole window of %d tokens; pass "
+                "--disable-cuda-graph to verify the decided lengths instead.",
+                self._window_width,
+            )
+        self._say_what_is_active()
+
+    def forward_batch_generation(
+        self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
+    ) -> GenerationBatchResult:
+        mode = batch.forward_mode
+        if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle():
+            return super().forward_batch_generation(
+                batch, on_publish, grammar_barrier, pp_proxy_tensors
+            )
+        if batch.seq_lens.is_cuda:
+            # Carried over from the previous iteration, perhaps on another stream.
+            batch.seq_lens.record_stream(torch.cuda.current_stream())
+        return self._round(batch, on_publish, grammar_barrier)
+
+    # -- one round -----------------------------------------------------------------------
+
+    def _round(self, batch: ScheduleBatch, on_publish, grammar_barrier) -> GenerationBatchResult:
+        """Propose, decide, verify, accept, commit."""
+        clock = self._clock
+        if self._trace is not None:
+            clock.start()
+        window, kv_plan = self._open_window(batch)
+        own = [options.request_options(r.sampling_params.custom_params) for r in batch.reqs]
+        path_dependent = [i for i, r in enumerate(batch.reqs) if depends_on_path(r)]
+        caps = self._caps(batch, window, own, path_dependent)
+        clock.lap("window")
+
+        proposal = self._propose(batch, window, kv_plan, caps)
+        clock.lap("draft")
+        alpha = self._alpha(own, window.anchor.device)
+        lens = self._decide(proposal, caps, alpha)
+        clock.lap("decide")
+        if max(lens) > proposal.length + 1:
+            proposal = self._drafter.propose(
+                batch, window, kv_plan, self._window_width - 1, known=proposal
+            )
+            clock.lap("draft")
+            lens = self._decide(proposal, caps, alpha)
+            clock.lap("decide")
+
+        rows = verify_rows(lens, self._window_width, window.anchor.device)
+        drafted = torch.cat([window.anchor[:, None], proposal.tokens], dim=1)
+        positions = rows.take(window.positions)
+        verify_input = self._verify_input(rows, drafted, positions, kv_plan)
+        clock.lap("layout")
+
+        target_out = self._target_forward(batch, window, rows, verify_input, kv_plan)
+        logits_output = target_out.logits_output
+        logits = self._whole_logits(logits_output.next_token_logits)
+        logits_output.next_token_logits = logits
+        clock.lap("verify")
+
+        adjust_logits(logits, batch.sampling_info, rows, path_dependent, grammar_barrier)
+        choices = choose(
+            logits,
+            batch.sampling_info,
+            rows,
+            positions,
+            self.model_runner.sampler,
+            keep_logits=batch.return_logprob,
+        )
+        self._broadcast(choices)
+        accepted = accept(choices, proposal.tokens, rows, self._window_width)
+        new_seq_lens = window.prefix_lens + accepted.commit_lens
+        clock.lap("accept")
+
+        if batch.return_logprob:
+            self._logprobs(batch, logits_output, choices, rows)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=logits_output.hidden_states,
+            cache_loc=kv_plan.write_ids(
+                self.draft_model_runner.kv_index_translator, cols=self._cols(rows)
+            ),
+            positions=positions,
+        )
+        logits_output.hidden_states = None
+        clock.lap("commit")
+
+        result = self._result(target_out, accepted, rows, new_seq_lens)
+        clock.lap("result")
+        if self._trace is not None:
+            self._write_trace(batch, window, proposal, rows, accepted)
+        return result
+
+    def _open_window(self, batch: ScheduleBatch):
+        """The slots this round may write: [bs, W] from each request's committed length on."""
+        bs, width = len(batch.reqs), self._window_width
+        prefix = batch.seq_lens
+        positions = torch.empty((bs, width), dtype=torch.int64, device=prefix.device)
+        kv_plan = self.model_runner.kv_index_translator.plan_uniform_extend(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=prefix,
+            seq_lens_cpu=(
+                batch.seq_lens_cpu
+                if batch.seq_lens_cpu is not None
+                else batch.spec_info.nxt_kv_lens_cpu
+            ),
+            width=width,
+            positions_out=positions,
+        )
+        # Draft positions past the context are never verified; keep them inside the rotary table.
+        positions.clamp_(max=self._context_len - 1)
+        slots = kv_plan.virtual_write_ids().view(bs, width)
+        return Window(batch.spec_info.bonus_tokens, prefix, positions, slots), kv_plan
+
+    def _caps(self, batch, window: Window, own, path_dependent: list[int]) -> torch.Tensor:
+        """int64 [bs]: drafted tokens a request may verify at most.
+
+        The window, the request's own wish, the tokens it may still produce and the context that
+        is left; none at all for a request whose logits depend on the path.
+        """
+        most = self._window_width - 1
+        limits = []
+        for request, wish in zip(batch.reqs, own, strict=True):
+            left = request.sampling_params.max_new_tokens - len(request.output_ids) - 1
+            limits.append(max(0, min(most, left, most if wish.max_length is None else wish.max_length)))
+        for i in path_dependent:
+            limits[i] = 0
+        caps = torch.tensor(limits, dtype=torch.int64).to(window.prefix_lens.device)
+        context = self._context_len - 1 - window.prefix_lens
+        return torch.minimum(caps, context).clamp_(min=0)
+
+    def _propose(self, batch, window: Window, kv_plan, caps: torch.Tensor) -> Proposal:
+        length = self._window_width - 1 if self._full_rows else self._policy.first_draft
+        if length == 0 or (not caps.is_cuda and not caps.any()):
+            empty = window.anchor.new_empty((len(batch.reqs), 0))
+            return Proposal(empty, empty.to(torch.float32))
+        want = self._policy.needs_confidence or self._trace is not None
+        return self._drafter.propose(batch, window, kv_plan, length, confidence=want)
+
+    def _alpha(self, own, device) -> torch.Tensor | None:
+        if all(wish.alpha is None for wish in own):
+            return None
+        values = [self._options.alpha if wish.alpha is None else wish.alpha for wish in own]
+        return torch.tensor(values, dtype=torch.float64, device=device)
+
+    def _decide(self, proposal: Proposal, caps: torch.Tensor, alpha) -> list[int]:
+        """Rows each request verifies, anchor included, as the layout needs them: on the host."""
+        if self._full_rows:
+            return [self._window_width] * int(caps.shape[0])
+        if proposal.length == 0:
+            return [1] * int(caps.shape[0])
+        lengths = torch.minimum(self._policy.decide(proposal.confidence, alpha), caps) + 1
+        self._broadcast(lengths)
+        return lengths.tolist()
+
+    def _broadcast(self, values: torch.Tensor) -> None:
+        """Rank 0 decides; ranks that disagree by a rounding error would hang."""
+        if self._tp_group.world_size > 1:
+            self._tp_group.broadcast(values, src=0)
+
+    def _verify_input(
+        self, rows: VerifyRows, drafted: torch.Tensor, positions: torch.Tensor, kv_plan
+    ) -> DFlashVerifyInput:
+        if rows.index is None:
+            tokens, layout = drafted[:, : rows.width].reshape(-1), None
+        else:
+            spread = drafted.new_empty((drafted.shape[0], self._window_width))
+            spread[:, : drafted.shape[1]] = drafted
+            tokens, layout = rows.take(spread), _ragged_layout(rows)
+        return DFlashVerifyInput(
+            draft_token=tokens,
+            positions=positions,
+            draft_token_num=rows.width,
+            # Unequal to any captured width, so that a ragged batch never replays a uniform graph.
+            num_tokens_per_req=rows.width if layout is None else 1,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            ragged_verify_layout=layout,
+            kv_loc_plan=kv_plan,
+            kv_loc_cols=self._cols(rows),
+        )
+
+    def _cols(self, rows: VerifyRows):
+        """The part of the window that the rows write."""
+        if rows.index is not None:
+            return rows.index
+        return None if rows.width == self._window_width else slice(0, rows.width)
+
+    def _target_forward(
+        self, batch, window: Window, rows: VerifyRows, verify_input: DFlashVerifyInput, kv_plan
+    ) -> GenerationBatchResult:
+        """One target pass over the packed rows; the batch's host lengths are restored after."""
+        batch.out_cache_loc = kv_plan.virtual_write_ids(cols=self._cols(rows))
+        lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
+        if lens_cpu is not None:
+            batch.seq_lens_cpu = lens_cpu + rows.width
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        else:
+            batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
+            batch.seq_lens_sum = int(batch.spec_info.nxt_kv_lens_sum)
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
+        return self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+
+    def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """DFLASH defers the tensor-parallel gather of verify logits; finish it."""
+        processor = self._target_logits_processor
+        if processor is not None and processor.is_deferred_shard(logits):
+            return processor.finish_deferred_gather(logits)
+        return logits
+
+    def _logprobs(self, batch, logits_output, choices: torch.Tensor, rows: VerifyRows) -> None:
+        """Target logprobs of every output token, from the row that chose it."""
+        row = torch.arange(rows.total, device=choices.device)
+        index = rows.spread(row, self._window_width, fill=0)
+        compute_spec_logprobs(batch, logits_output, choices, accept_index=index)
+
+    def _result(
+        self, target_out, accepted: Accepted, rows: VerifyRows, new_seq_lens: torch.Tensor
+    ) -> GenerationBatchResult:
+        return GenerationBatchResult(
+            logits_output=target_out.logits_output,
+            next_token_ids=accepted.tokens.reshape(-1).clamp_(min=0),
+            accept_lens=accepted.commit_lens,
+            cap_lens=torch.tensor(rows.lens, dtype=torch.int32),
+            can_run_cuda_graph=target_out.can_run_cuda_graph,
+            next_draft_input=self._make_next_draft_input_decode(
+                bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=self._window_width,
+            new_seq_lens=new_seq_lens,
+            routed_experts_output=target_out.routed_experts_output,
+            indexer_topk_output=target_out.indexer_topk_output,
+        )
+
+    # -- saying what happens -------------------------------------------------------------
+
+    def _open_trace(self) -> TraceWriter | None:
+        if self._options.trace is None or self._tp_group.rank_in_group != 0:
+            return None
+        writer = TraceWriter(
+            self._options.trace,
+            {"policy": self._policy.name, "window": self._window_width, "device": str(self.device)},
+        )
+        atexit.register(writer.close)
+        return writer
+
+    def _write_trace(
+        self, batch, window: Window, proposal: Proposal, rows: VerifyRows, accepted: Accepted
+    ) -> None:
+        self._trace.round(
+            requests=[r.rid for r in batch.reqs],
+            verified=rows.lens,
+            gained=accepted.commit_lens.tolist(),
+            context=window.prefix_lens.tolist(),
+            confidence=proposal.confidence.tolist(),
+            laps=self._clock.laps,
+        )
+
+    def _say_what_is_active(self) -> None:
+        if self._tp_group.rank_in_group != 0:
+            return
+        controlled = self._policy.name == "libraspec"
+        logger.info(
+            "LibraSpec active: policy=%s, drafter=DFLASH, block=%d, max_length=%d, alpha=%s, "
+            "extension=%s, window=%d, draft_vocabulary=%s, attention=%s, rows=%s, device=%s",
+            self._policy.name,
+            self._lengths.block_size,
+            self._window_width - 1,
+            self._options.alpha if controlled else "-",
+            self._options.extension if controlled else "-",
+            self._window_width,
+            self._draft_vocabulary or "all",
+            type(self.model_runner.attn_backend).__name__,
+            "whole window (CUDA graph)" if self._full_rows else "ragged",
+            self.device,
+        )
+
+
+def _ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:
+    """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them)."""
+    device = rows.request.device
+    lens = torch.tensor(rows.lens, dtype=torch.int32).to(device)
+    indptr = torch.zeros(len(rows.lens) + 1, dtype=torch.int32, device=device)
+    torch.cumsum(lens, dim=0, out=indptr[1:])
+    return RaggedVerifyLayout(
+        verify_lens=lens,
+        graph_num_tokens=rows.total,
+        extend_start_loc=indptr[:-1],
+        qo_indptr_device=indptr,
+        verify_lens_cpu=rows.lens,
+        total_verify_tokens=rows.total,
+    )

@@ -1,0 +1,89 @@
+"""A JSON line per decode round: what was proposed, decided and accepted, and where time went.
+
+No token ids and no text. The first line is a header with the format's version. Times are seconds
+of host wall clock; on a CUDA device they show launch times, not execution, unless the device is
+idle.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+VERSION = 1
+FLUSH_SECONDS = 1.0
+
+
+class RoundClock:
+    """Laps of one round. Does nothing until ``start``; one attribute test per lap when off."""
+
+    __slots__ = ("_last", "laps")
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] | None = None
+        self._last = 0.0
+
+    def start(self) -> None:
+        self.laps = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Book the time since the last lap under ``name``."""
+        if self.laps is None:
+            return
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+class TraceWriter:
+    """Appends rounds to a JSONL file."""
+
+    def __init__(self, path: str, header: dict) -> None:
+        self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 (lives as long as we)
+        self._flushed = time.monotonic()
+        self._write({"libraspec_trace": VERSION, **header})
+        self._file.flush()
+
+    def round(
+        self,
+        *,
+        requests: Sequence[str],
+        verified: Sequence[int],
+        gained: Sequence[int],
+        context: Sequence[int],
+        confidence: list[list[float]],
+        laps: dict[str, float],
+    ) -> None:
+        """Write one round.
+
+        Args:
+            requests: request ids, [bs].
+            verified: rows per request, anchor included, [bs].
+            gained: tokens gained per request, bonus included, [bs].
+            context: committed tokens before the round, [bs].
+            confidence: the drafter's confidences, [bs][D].
+            laps: seconds per part.
+        """
+        self._write(
+            {
+                "requests": list(requests),
+                "verified": list(verified),
+                "gained": list(gained),
+                "context": list(context),
+                "confidence": [[round(c, 4) for c in row] for row in confidence],
+                "seconds": {name: round(s, 7) for name, s in laps.items()},
+            }
+        )
+        now = time.monotonic()
+        if now - self._flushed > FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = now
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, row: dict) -> None:
+        self._file.write(json.dumps(row, allow_nan=True) + "\n")

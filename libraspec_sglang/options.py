@@ -1,0 +1,213 @@
+"""Every user-facing option, in one place: its name, default, range and help text.
+
+The same option is reachable five ways, weakest first:
+
+1. the default below;
+2. an environment variable, ``LIBRASPEC_ALPHA=1.8``;
+3. a flag, ``--libraspec-alpha 1.8``, or the same key in SGLang's ``--config FILE.yaml``;
+4. ``libraspec_sglang.configure(alpha=1.8)`` before the engine is created;
+5. per request, ``sampling_params.custom_params = {"libraspec_alpha": 1.8}``.
+
+Ways 3 and 4 write the environment variable of way 2: SGLang spawns its scheduler, and the
+environment is what every child process inherits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+ENV_PREFIX = "LIBRASPEC_"
+FLAG_PREFIX = "--libraspec-"
+REQUEST_PREFIX = "libraspec_"
+
+PolicyName = Literal["libraspec", "static", "none"]
+ExtensionName = Literal["wide", "block"]
+
+
+class OptionError(ValueError):
+    """An option has a value it cannot have. The message names the option and the fix."""
+
+
+class Options(BaseModel):
+    """The server's options. Field descriptions are the help texts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: PolicyName = Field(
+        "libraspec",
+        description="How many drafted tokens each request verifies per round: 'libraspec' "
+        "(Algorithm 1 of arXiv 2608.08721), 'static' (always --libraspec-static-length), "
+        "'none' (plain decoding, nothing is drafted).",
+    )
+    alpha: float = Field(
+        2.2,
+        gt=0,
+        allow_inf_nan=False,
+        description="T / (tau * c) of the paper: how much one expected accepted token is worth "
+        "in verified tokens. Larger verifies more. The paper uses 2.2 for DFlash; 1.6 to 2.4 "
+        "all beat no control there.",
+    )
+    max_length: int | None = Field(
+        None,
+        ge=1,
+        le=256,
+        description="d_max, the most drafted tokens a request may verify in a round. Default: "
+        "one and a half times the draft checkpoint's block size (24 for 16, as in the paper).",
+    )
+    static_length: int | None = Field(
+        None,
+        ge=0,
+        le=256,
+        description="Drafted tokens verified per round under --libraspec-policy static. Default: "
+        "the draft checkpoint's block size minus one (what SGLang's DFLASH verifies).",
+    )
+    extension: ExtensionName = Field(
+        "wide",
+        description="Where tokens past the first block come from: 'wide' drafts d_max tokens in "
+        "one pass, 'block' drafts one block and a further one, conditioned on the drafted "
+        "tokens, only when the controller asks for it.",
+    )
+    trace: str | None = Field(
+        None,
+        description="Write one JSON line per decode round to this file: lengths, confidences, "
+        "accepted tokens, seconds per part. No text. Costs a little; off by default.",
+    )
+
+
+class RequestOptions(BaseModel):
+    """What a request may set for itself in ``custom_params`` (prefix ``libraspec_``)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_length: int | None = Field(None, ge=0, le=256)
+    alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
+def env_name(field: str) -> str:
+    """Environment variable of an option."""
+    return ENV_PREFIX + field.upper()
+
+
+def flag_name(field: str) -> str:
+    """Command-line flag of an option."""
+    return FLAG_PREFIX + field.replace("_", "-")
+
+
+def load(environ: Mapping[str, str] = os.environ) -> Options:
+    """Read the options this process runs with.
+
+    Raises:
+        OptionError: a value is out of range; names the flag, the variable and the range.
+    """
+    given = {
+        field: environ[env_name(field)]
+        for field in Options.model_fields
+        if environ.get(env_name(field), "") != ""
+    }
+    return _validated(Options, given, lambda f: f"{flag_name(f)} (or {env_name(f)})")
+
+
+def configure(**options: Any) -> Options:
+    """Set options from Python, for engines created afterwards in this process.
+
+    ``configure(alpha=1.8)`` sets one, ``configure(alpha=None)`` returns it to its default.
+
+    Returns:
+        The options now in force.
+
+    Raises:
+        OptionError: unknown name or value out of range; nothing is changed then.
+    """
+    unknown = sorted(set(options) - set(Options.model_fields))
+    if unknown:
+        raise OptionError(
+            f"unknown LibraSpec option(s) {', '.join(unknown)}; known: "
+            f"{', '.join(Options.model_fields)}"
+        )
+    environ = dict(os.environ)
+    for field, value in options.items():
+        if value is None:
+            environ.pop(env_name(field), None)
+        else:
+            environ[env_name(field)] = str(value)
+    loaded = load(environ)
+    for field in options:
+        name = env_name(field)
+        if name in environ:
+            os.environ[name] = environ[name]
+        else:
+            os.environ.pop(name, None)
+    return loaded
+
+
+def add_cli_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the ``--libraspec-*`` flags to SGLang's parser (idempotent)."""
+    if flag_name("policy") in parser._option_string_actions:
+        return
+    group = parser.add_argument_group(
+        "LibraSpec", "Options of --speculative-algorithm LIBRASPEC (libraspec-sglang)."
+    )
+    for field, info in Options.model_fields.items():
+        choices = getattr(info.annotation, "__args__", None) if field in _CHOICES else None
+        default = "" if info.default is None else f" Default: {info.default}."
+        group.add_argument(
+            flag_name(field),
+            dest=_dest(field),
+            default=None,
+            choices=choices,
+            metavar=None if choices else field.upper(),
+            help=(info.description + default).replace("%", "%%"),
+        )
+
+
+def take_cli_flags(args: argparse.Namespace) -> None:
+    """Put the flags the user gave into force.
+
+    Raises:
+        OptionError: a value is out of range.
+    """
+    given = {field: getattr(args, _dest(field), None) for field in Options.model_fields}
+    configure(**{field: value for field, value in given.items() if value is not None})
+
+
+def request_options(custom_params: Any) -> RequestOptions:
+    """A request's own options; keys without our prefix belong to others and are ignored.
+
+    Raises:
+        OptionError: an unknown ``libraspec_`` key or a value out of range.
+    """
+    if not isinstance(custom_params, Mapping):
+        return _NO_REQUEST_OPTIONS
+    given = {
+        key.removeprefix(REQUEST_PREFIX): value
+        for key, value in custom_params.items()
+        if isinstance(key, str) and key.startswith(REQUEST_PREFIX)
+    }
+    if not given:
+        return _NO_REQUEST_OPTIONS
+    return _validated(RequestOptions, given, lambda f: f"custom_params['{REQUEST_PREFIX}{f}']")
+
+
+_CHOICES = ("policy", "extension")
+_NO_REQUEST_OPTIONS = RequestOptions()
+
+
+def _dest(field: str) -> str:
+    return REQUEST_PREFIX + field
+
+
+def _validated(model: type[BaseModel], given: Mapping[str, Any], spell) -> Any:
+    try:
+        return model(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        known = ", ".join(model.model_fields)
+        if first["type"] == "extra_forbidden":
+            raise OptionError(f"{spell(field)} is not a LibraSpec option; known: {known}") from None
+        raise OptionError(f"{spell(field)} = {first['input']!r}: {first['msg']}") from None

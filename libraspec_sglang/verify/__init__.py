@@ -1,0 +1,1 @@
+"""Verification of per-request lengths: layout, acceptance."""

@@ -1,0 +1,54 @@
+"""Acceptance: walk the draft along the target's own choices.
+
+Lossless by construction. The target chooses a token at every verified row, by argmax or by
+sampling from its own distribution, exactly as it would have in plain decoding with that prefix.
+A drafted token is kept when the target chose the same one; the first choice that differs is the
+bonus, and everything after it is dropped. The drafter's probabilities play no part, so nothing
+about the output depends on them. (A drafter that proposes deterministically makes the rejection
+rule ``min(1, p/q)`` wrong unless q is taken as a point mass; sampling at each node avoids it.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .layout import VerifyRows
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Outcome of a verification.
+
+    Attributes:
+        tokens: int64 [bs, W], the target's choices; the first ``commit_lens`` of a row are the
+            round's output (accepted drafted tokens, then the bonus), the rest is undefined.
+        commit_lens: int32 [bs], tokens gained, 1..lens.
+        bonus: int64 [bs], the last of them: the next round's anchor.
+    """
+
+    tokens: torch.Tensor
+    commit_lens: torch.Tensor
+    bonus: torch.Tensor
+
+
+def accept(choices: torch.Tensor, drafted: torch.Tensor, rows: VerifyRows, width: int) -> Accepted:
+    """Keep each request's longest drafted prefix that equals the target's choices.
+
+    Args:
+        choices: int64 [T], the token the target chose at each verified row.
+        drafted: int64 [bs, D], drafted tokens, D >= rows.width - 1.
+        rows: layout of the T rows.
+        width: W, columns of the output, at least ``rows.width``.
+    """
+    # -1 never equals a token id, so a request's run ends at its own last verified row.
+    target = rows.spread(choices, width, fill=-1)
+    depth = rows.width - 1
+    agree = target[:, :depth] == drafted[:, :depth]
+    if rows.index is not None:
+        # A row at depth k verifies drafted token k+1 only if the request verified that token.
+        agree &= target[:, 1 : depth + 1] >= 0
+    run = agree.to(torch.int32).cumprod(dim=1).sum(dim=1)
+    bonus = target.gather(1, run[:, None])[:, 0]
+    return Accepted(target, (run + 1).to(torch.int32), bonus)

@@ -1,0 +1,80 @@
+"""Ragged verification rows: request r verifies its anchor and d_r drafted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class VerifyRows:
+    """The rows of one target forward, packed without padding, request after request.
+
+    Attributes:
+        lens: verified tokens per request, ``1 + d_r`` (host).
+        width: largest of ``lens``.
+        index: int64 [T], each row's place in the flattened [bs, W] window; None when every
+            request verifies the same number of tokens (the rows are then the first ``width``
+            columns).
+        request: int64 [T], the request each row belongs to.
+    """
+
+    lens: list[int]
+    width: int
+    index: torch.Tensor | None
+    request: torch.Tensor
+
+    @property
+    def total(self) -> int:
+        return int(self.request.shape[0])
+
+    def take(self, window: torch.Tensor) -> torch.Tensor:
+        """Pack a [bs, W] tensor of the window into [T] rows."""
+        if self.index is None:
+            return window[:, : self.width].reshape(-1)
+        return window.reshape(-1)[self.index]
+
+    def spread(self, rows: torch.Tensor, width: int, fill: int) -> torch.Tensor:
+        """Unpack [T] rows into [bs, width], ``fill`` where a request has no row."""
+        bs = len(self.lens)
+        if self.index is None:
+            out = rows.new_full((bs, width), fill)
+            out[:, : self.width] = rows.view(bs, self.width)
+            return out
+        out = rows.new_full((bs * width,), fill)
+        out[self._index_for(width)] = rows
+        return out.view(bs, width)
+
+    def _index_for(self, width: int) -> torch.Tensor:
+        host = _packed_index(self.lens, width)
+        return torch.from_numpy(host).to(self.request.device)
+
+
+def verify_rows(lens: list[int], window_width: int, device: torch.device | str) -> VerifyRows:
+    """Lay out one verification.
+
+    Args:
+        lens: tokens each request verifies, anchor included, each in 1..window_width.
+        window_width: W, columns of the window the rows are taken from.
+        device: where the index tensors live.
+
+    Raises:
+        ValueError: a length outside 1..W; a round must never write past its reserved slots.
+    """
+    if not lens or min(lens) < 1 or max(lens) > window_width:
+        raise ValueError(f"verify lengths must be in 1..{window_width}, got {lens}")
+    width = max(lens)
+    uniform = min(lens) == width
+    index = None if uniform else torch.from_numpy(_packed_index(lens, window_width)).to(device)
+    request = torch.from_numpy(np.repeat(np.arange(len(lens)), lens)).to(device)
+    return VerifyRows(lens, width, index, request)
+
+
+def _packed_index(lens: list[int], width: int) -> np.ndarray:
+    """Flat positions in a [bs, width] grid of the first ``lens[r]`` columns of each row."""
+    counts = np.asarray(lens, dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    shift = np.arange(len(lens), dtype=np.int64) * width - starts
+    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shift, counts)
