@@ -6,7 +6,7 @@ A 3.5 M parameter Qwen3-style model whose token id is the byte value. Two steps:
   1. collect text from the Python installation (and, optionally, questions and answers):
        python benchmarks/train_bytes_target.py corpus --work work/bytes
 
-  2. train, then write a Hugging Face directory:
+  2. train (about an hour), then write a Hugging Face directory:
        python benchmarks/train_bytes_target.py train --work work/bytes --out work/bytes-target
 
 Training can be stopped and repeated with the same command: it resumes from its last
@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from training import bytes_target  # noqa: E402
+from training import bytes_target
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -53,6 +53,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     train.add_argument("--mix", type=float, nargs=3, default=[0.6, 0.15, 0.25],
                        metavar=("PYTHON", "PROSE", "CHAT"), help="share of each kind of text")
 
+    prefixes = commands.add_parser("prefixes", help="JSONL of text prefixes, as drafter prompts")
+    prefixes.add_argument("--work", type=Path, required=True)
+    prefixes.add_argument("--out", type=Path, required=True, help="one file per kind of text")
+    prefixes.add_argument("--part", choices=["train", "held_out"], default="train")
+    prefixes.add_argument("--count", type=int, default=1000, help="per kind")
+    prefixes.add_argument("--bytes", type=int, nargs=2, default=[32, 128], metavar=("MIN", "MAX"))
+    prefixes.add_argument("--seed", type=int, default=1)
+
     report = commands.add_parser("report", help="bits per byte and loops in greedy text")
     report.add_argument("--work", type=Path, required=True)
     report.add_argument("--target", type=Path, required=True)
@@ -63,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     {"corpus": bytes_target.build_corpus, "train": bytes_target.train,
-     "report": bytes_target.report}[args.command](args)
+     "prefixes": bytes_target.prefixes, "report": bytes_target.report}[args.command](args)
 
 
 if __name__ == "__main__":

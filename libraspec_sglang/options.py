@@ -25,7 +25,7 @@ ENV_PREFIX = "LIBRASPEC_"
 FLAG_PREFIX = "--libraspec-"
 REQUEST_PREFIX = "libraspec_"
 
-PolicyName = Literal["libraspec", "static", "none"]
+PolicyName = Literal["auto", "libra", "libraspec", "static", "none"]
 ExtensionName = Literal["wide", "block"]
 
 
@@ -39,18 +39,20 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: PolicyName = Field(
-        "libraspec",
-        description="How many drafted tokens each request verifies per round: 'libraspec' "
-        "(Algorithm 1 of arXiv 2608.08721), 'static' (always --libraspec-static-length), "
-        "'none' (plain decoding, nothing is drafted).",
+        "auto",
+        description="How many drafted tokens each request verifies per round: 'libra' (measured "
+        "cost, calibrated confidences, the whole batch at once), 'libraspec' (Algorithm 1 of "
+        "arXiv 2608.08721), 'static' (always --libraspec-static-length), 'none' (plain decoding, "
+        "nothing is drafted). 'auto' is libra where rounds can be timed from the host (CPU), else "
+        "libraspec.",
     )
     alpha: float = Field(
         2.2,
         gt=0,
         allow_inf_nan=False,
-        description="T / (tau * c) of the paper: how much one expected accepted token is worth "
-        "in verified tokens. Larger verifies more. The paper uses 2.2 for DFlash; 1.6 to 2.4 "
-        "all beat no control there.",
+        description="T / (tau * c) of policy 'libraspec': how much one expected accepted token is "
+        "worth in verified tokens. Larger verifies more. The paper uses 2.2 for DFlash; 1.6 to "
+        "2.4 all beat no control there.",
     )
     max_length: int | None = Field(
         None,
@@ -70,7 +72,8 @@ class Options(BaseModel):
         "wide",
         description="Where tokens past the first block come from: 'wide' drafts d_max tokens in "
         "one pass, 'block' drafts one block and a further one, conditioned on the drafted "
-        "tokens, only when the controller asks for it.",
+        "tokens, only when the controller asks for it. Policy 'libraspec' only; 'libra' chooses "
+        "the width of its one pass itself.",
     )
     trace: str | None = Field(
         None,

@@ -22,8 +22,8 @@ def create_kv_indices(
     start: torch.Tensor | None,
     out: torch.Tensor,
     _stride: int,
-    ENTRY_PAGE_SIZE: int = 1,  # noqa: N803 (the kernel's name)
-    TOKEN_BLOCK_PARALLEL: bool = False,  # noqa: N803
+    ENTRY_PAGE_SIZE: int = 1,
+    TOKEN_BLOCK_PARALLEL: bool = False,
     token_mapping: torch.Tensor | None = None,
 ) -> None:
     """Same arguments and result as the kernel.

@@ -16,7 +16,7 @@ C3, C4, C5 = np.float32(0.05582631), np.float32(0.00898934), np.float32(0.001877
 
 
 @njit(fastmath=True, boundscheck=False, cache=False, error_model="numpy")
-def attend(q, keys, values, lengths, scale, out):  # noqa: ANN001, ANN201 - numba infers
+def attend(q, keys, values, lengths, scale, out):
     """`out[b, h, g] = softmax(q[b, h, g] . keys[b, h, :n] * scale) @ values[b, h, :n]`.
 
     q, out `[B, KV, G, D]` float32; keys, values `[B, KV, T, D]` uint16 (bf16 bits);

@@ -128,6 +128,27 @@ def export(model: CausalLM, out: Path) -> None:
     save_tokenizer(out)
 
 
+def prefixes(args: argparse.Namespace) -> None:
+    """Write `{kind}.jsonl` rows `{"text": ..}`: random windows that start at a line."""
+    rng = np.random.default_rng(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for kind in corpus.KINDS:
+        try:
+            data = corpus.Corpus(args.work, args.part, {kind: 1.0})
+        except FileNotFoundError:
+            continue
+        rows = []
+        while len(rows) < args.count:
+            window = data.batch(rng, 1, 512 + args.bytes[1])[0].tolist()
+            newline = window.index(10) + 1 if 10 in window[:512] else 0
+            size = int(rng.integers(args.bytes[0], args.bytes[1] + 1))
+            ids = window[newline : newline + size]
+            text = bytes(ids).decode(errors="ignore") if max(ids) < 256 else ""
+            if text.strip():
+                rows.append(json.dumps({"text": text}))
+        (args.out / f"{kind}.jsonl").write_text("\n".join(rows) + "\n")
+
+
 def is_periodic(tokens: list[int], tail: int = 48) -> bool:
     """Whether the last `tail` tokens repeat with some period up to a third of them."""
     end = tokens[-tail:]

@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:  # noqa: ANN001 - torch's signature
+    def step(self, closure=None) -> None:
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
             for weight in group["params"]:

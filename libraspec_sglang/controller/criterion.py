@@ -91,7 +91,7 @@ def bounds_by_length(confidences: torch.Tensor, alpha: torch.Tensor | float) -> 
     Returns:
         int64 [bs, D]: column d-1 is min over i <= d of eps_i when the draft has d tokens.
     """
-    bs, width = confidences.shape
+    width = confidences.shape[1]
     q = torch.nan_to_num(confidences.to(torch.float64), nan=0.0).clamp_(0.0, 1.0)
     upper = torch.ones((width, width), dtype=torch.bool, device=q.device).triu_()
     # run[i, j] = prod_{k=i..j} q_k, sums[i, d] = sum_{j=i..d} run[i, j]

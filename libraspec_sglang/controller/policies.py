@@ -1,4 +1,4 @@
-"""Length policies behind one small protocol, chosen by ``--libraspec-policy``.
+"""Length policies behind one small interface, chosen by ``--libraspec-policy``.
 
 A policy says how many tokens the first drafting pass should bring and, given the drafter's
 confidences, how many of them (or how many more) each request verifies. Zero is a length: the
@@ -7,94 +7,138 @@ round is then a plain decoding step.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
+import numpy as np
 import torch
 
 from . import criterion
+from .libra import Libra
 
 
-class Policy(Protocol):
-    """Decides verified lengths."""
+class Policy:
+    """Decides verified lengths; the methods that learn do nothing unless a policy wants them."""
 
-    name: str
-    first_draft: int
-    """Tokens the first drafting pass proposes; 0 skips drafting."""
-    needs_confidence: bool
+    name: ClassVar[str]
+    needs_confidence: ClassVar[bool] = False
     """Whether ``decide`` reads the confidences."""
+    learns: ClassVar[bool] = False
+    """Whether outcomes and times should be reported."""
 
-    def decide(self, confidence: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
+    def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
+        """Tokens the first drafting pass proposes; 0 skips drafting.
+
+        Args:
+            requests: a key per request of the batch, never reused by another request.
+            cap: the longest length any of them may verify.
+        """
+        raise NotImplementedError
+
+    def decide(
+        self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None
+    ) -> torch.Tensor:
         """Lengths to verify.
 
         Args:
             confidence: [bs, D] the drafter's confidence in each drafted token.
+            caps: int64 [bs], largest length per request.
             alpha: [bs] per-request alpha, or None for the policy's own.
 
         Returns:
-            int64 [bs]; a length above D asks for a further drafting pass.
+            int64 [bs], at most ``caps``; a length above D asks for a further drafting pass.
         """
-        ...
+        raise NotImplementedError
+
+    def learn(
+        self,
+        requests: Sequence[Hashable],
+        confidence: np.ndarray,
+        verified: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """A round's outcome: drafted tokens verified and accepted per request."""
+
+    def learn_times(
+        self, draft_rows: int, draft_seconds: float, verify_rows: int, verify_seconds: float
+    ) -> None:
+        """A round's two forwards."""
+
+    def learn_elsewhere(self, seconds: float) -> None:
+        """Seconds the round spent outside them."""
 
 
 @dataclass(frozen=True)
-class NoDraft:
-    """Plain decoding: nothing is drafted, every round verifies only the anchor's own row."""
+class Static(Policy):
+    """The same length every round, which is what SGLang's built-in DFLASH does; 0 is plain."""
 
-    name: str = "none"
-    first_draft: int = 0
-    needs_confidence: bool = False
-
-    def decide(self, confidence: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
-        return torch.zeros(confidence.shape[0], dtype=torch.int64, device=confidence.device)
-
-
-@dataclass(frozen=True)
-class Static:
-    """The same length every round, which is what SGLang's built-in DFLASH does."""
-
+    name: ClassVar[str] = "static"
     length: int
-    name: str = "static"
-    needs_confidence: bool = False
 
-    @property
-    def first_draft(self) -> int:
-        return self.length
+    def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
+        return self.length if cap else 0
 
-    def decide(self, confidence: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
-        bs = confidence.shape[0]
-        return torch.full((bs,), self.length, dtype=torch.int64, device=confidence.device)
+    def decide(self, confidence, caps, alpha):
+        return caps.clamp(max=self.length)
 
 
 @dataclass(frozen=True)
-class LibraSpec:
+class NoDraft(Static):
+    """Plain decoding: every round verifies only the anchor's own row."""
+
+    name: ClassVar[str] = "none"
+    length: int = 0
+
+
+@dataclass(frozen=True)
+class LibraSpec(Policy):
     """Algorithm 1 of arXiv 2608.08721.
 
-    ``draft_width`` tokens come from the first pass. The decision always starts from one block of
+    ``width`` tokens come from the first pass. The decision always starts from one block of
     ``block_size``: with a wide first pass the further blocks are there already.
 
     With ``max_length <= block_size`` the published loop would never run and the length would be
     fixed; there the start is one token below the maximum instead, so that control remains.
     """
 
+    name: ClassVar[str] = "libraspec"
+    needs_confidence: ClassVar[bool] = True
     block_size: int
     max_length: int
     alpha: float
-    draft_width: int
-    name: str = "libraspec"
-    needs_confidence: bool = True
+    width: int
 
-    @property
-    def first_draft(self) -> int:
-        return self.draft_width
+    def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
+        return self.width if cap else 0
 
-    def decide(self, confidence: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
-        return criterion.first_lengths(
+    def decide(self, confidence, caps, alpha):
+        lengths = criterion.first_lengths(
             confidence,
             self.alpha if alpha is None else alpha,
             block_size=min(self.block_size, max(1, self.max_length - 1)),
             max_length=self.max_length,
         )
+        return torch.minimum(lengths, caps)
+
+
+class LibraPolicy(Policy):
+    """Measured cost, calibrated survival, the whole batch at once; see :mod:`.libra`."""
+
+    name = "libra"
+    needs_confidence = True
+    learns = True
+
+    def __init__(self, block_size: int, max_length: int) -> None:
+        self._libra = Libra(block_size, max_length)
+        self.first_draft = self._libra.first_draft
+        self.learn = self._libra.learn
+        self.learn_times = self._libra.learn_times
+        self.learn_elsewhere = self._libra.learn_elsewhere
+
+    def decide(self, confidence, caps, alpha):
+        lengths = self._libra.decide(confidence.cpu().numpy(), caps.cpu().numpy())
+        return torch.from_numpy(lengths).to(confidence.device)
 
 
 def build(
@@ -109,18 +153,21 @@ def build(
     """The policy called ``name``.
 
     Args:
-        name: ``none``, ``static`` or ``libraspec``.
+        name: ``libra``, ``libraspec``, ``static`` or ``none``.
         block_size: n, tokens one drafting pass brings (a DFlash block less its anchor).
         max_length: d_max.
-        alpha: T / (tau c).
-        static_length: length of the ``static`` policy.
-        wide: draft ``max_length`` tokens in the first pass instead of one block.
+        alpha: T / (tau c), of ``libraspec``.
+        static_length: length of ``static``.
+        wide: ``libraspec`` drafts ``max_length`` tokens in the first pass instead of one block.
     """
     if name == "none":
         return NoDraft()
     if name == "static":
-        return Static(length=static_length) if static_length else NoDraft(name="static")
+        return Static(static_length)
     if name == "libraspec":
-        first = max_length if wide else min(block_size, max_length)
-        return LibraSpec(block_size, max_length, alpha, draft_width=first)
-    raise ValueError(f"unknown policy {name!r}; known: libraspec, static, none")
+        return LibraSpec(
+            block_size, max_length, alpha, max_length if wide else min(block_size, max_length)
+        )
+    if name == "libra":
+        return LibraPolicy(block_size, max_length)
+    raise ValueError(f"unknown policy {name!r}; known: libra, libraspec, static, none")

@@ -17,7 +17,7 @@ import math
 
 import torch
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LOG2_E = math.log2(math.e)
 
 Q_BLOCK = 256

@@ -8,6 +8,7 @@ call or request by request. Every layer then costs two gathers and one attention
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -72,7 +73,7 @@ class BatchPlan:
     ) -> list[torch.Tensor]:
         """Cache row of every token of every request, from FlashInfer's page tables."""
         ptr, page = indptr.tolist(), self.page_size
-        pages = [b - a for a, b in zip(ptr, ptr[1:], strict=False)]
+        pages = [b - a for a, b in pairwise(ptr)]
         if self.kv_lens is None:
             tail = last_page_len.tolist()
             self.kv_lens = [
@@ -155,7 +156,7 @@ class BatchPlan:
         """One layer over packed keys. q: [nnz, Hq, D]; k, v: [nnz_kv, Hkv, D]."""
         ptr = kv_indptr.tolist()
         if self.kv_lens is None:
-            self.kv_lens = [b - a for a, b in zip(ptr, ptr[1:], strict=False)]
+            self.kv_lens = [b - a for a, b in pairwise(ptr)]
         for request, n in enumerate(self.kv_lens):
             span = slice(ptr[request], ptr[request] + n)
             self._run_one(request, q, k[span], v[span], mode, window, scale, cap, o, lse)

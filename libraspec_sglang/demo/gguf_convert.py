@@ -145,7 +145,7 @@ def tensors(reader: gguf.GGUFReader, meta: dict[str, Any],
         for part, count in heads.items():
             if part in name:
                 weight = restore_rope_rows(weight, count)
-        yield name, torch.from_numpy(np.ascontiguousarray(weight)).to(torch.bfloat16)
+        yield name, torch.tensor(weight).to(torch.bfloat16)
 
 
 def convert(source: Path, target: Path, progress: bool = False) -> None:

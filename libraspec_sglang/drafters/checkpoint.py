@@ -73,15 +73,32 @@ class LengthPlan:
         )
 
 
-def plan_lengths(options: Options, block_size: int) -> LengthPlan:
-    """Resolve the options' defaults for a checkpoint's block size."""
+def plan_lengths(options: Options, block_size: int, *, host_timed: bool) -> LengthPlan:
+    """Resolve the options' defaults.
+
+    Args:
+        options: as given.
+        block_size: the checkpoint's, anchor included.
+        host_timed: whether a round's parts can be timed with the host's clock (a CPU device).
+
+    Raises:
+        OptionError: ``libra`` where it cannot measure.
+    """
+    name = options.policy
+    if name == "auto":
+        name = "libra" if host_timed else "libraspec"
+    if name == "libra" and not host_timed:
+        raise OptionError(
+            "--libraspec-policy libra measures rounds with the host's clock, which a CUDA device "
+            "does not follow; use --libraspec-policy libraspec"
+        )
     static = block_size - 1 if options.static_length is None else options.static_length
     most = options.max_length
     if most is None:
         most = max(1, block_size * 3 // 2)
-    longest = {"libraspec": most, "static": max(1, static), "none": 1}[options.policy]
+    longest = {"static": max(1, static), "none": 1}.get(name, most)
     return LengthPlan(
-        policy_name=options.policy,
+        policy_name=name,
         block_size=block_size,
         max_length=most,
         static_length=static,
@@ -133,8 +150,8 @@ def read(path: str | None, revision: str | None = None, block_size: int | None =
         )
     if block_size is not None and not 2 <= block_size <= trained:
         raise OptionError(
-            f"--speculative-dflash-block-size {block_size}: this checkpoint supports 2 to {trained} "
-            "(its trained block); longer drafts come from --libraspec-max-length"
+            f"--speculative-dflash-block-size {block_size}: this checkpoint supports 2 to "
+            f"{trained} (its trained block); longer drafts come from --libraspec-max-length"
         )
     return DraftCheckpoint(
         path=directory,
@@ -173,7 +190,9 @@ def check_against_target(draft: DraftCheckpoint, target: dict[str, Any]) -> None
     mask = (draft.config.get("dflash_config") or {}).get("mask_token_id")
     vocabulary = target.get("vocab_size")
     if mask is not None and vocabulary is not None and not 0 <= mask < vocabulary:
-        raise OptionError(f"{where}: mask_token_id {mask} is outside the vocabulary 0..{vocabulary - 1}")
+        raise OptionError(
+            f"{where}: mask_token_id {mask} is outside the vocabulary 0..{vocabulary - 1}"
+        )
     _check_tensors(draft)
 
 
@@ -219,7 +238,9 @@ def _local(path: str, revision: str | None) -> Path:
         # Weights are SGLang's to fetch; the header checks need them only if they are there.
         return Path(snapshot_download(path, revision=revision))
     except Exception as error:
-        raise OptionError(f"{DRAFT_FLAG} {path}: neither a directory nor a hub model ({error})") from None
+        raise OptionError(
+            f"{DRAFT_FLAG} {path}: neither a directory nor a hub model ({error})"
+        ) from None
 
 
 def _json(file: Path, given: str) -> dict[str, Any]:

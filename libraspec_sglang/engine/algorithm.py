@@ -57,7 +57,9 @@ class LibraSpecAlgorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args) -> None:
         """Fill in what follows from the drafter; the counterpart of SGLang's ``_handle_dflash``."""
         draft = _draft(server_args)
-        plan = checkpoint.plan_lengths(options.load(), draft.block_size)
+        plan = checkpoint.plan_lengths(
+            options.load(), draft.block_size, host_timed=server_args.device == "cpu"
+        )
         server_args.speculative_dflash_block_size = draft.block_size
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
@@ -81,7 +83,9 @@ def validate(server_args) -> None:
         if value not in (None, False, 0, 1, "null"):
             raise OptionError(f"LIBRASPEC does not support {flag} ({value}): {why}")
     if server_args.enable_dp_attention:
-        raise OptionError("LIBRASPEC does not support --enable-dp-attention; use --dp-size replicas")
+        raise OptionError(
+            "LIBRASPEC does not support --enable-dp-attention; use --dp-size replicas"
+        )
     draft = _draft(server_args)
     target = _target_config(server_args)
     if target is not None:

@@ -1,4 +1,4 @@
-"""Where the plugin enters SGLang besides the algorithm registry; applied by SGLang's hook registry."""
+"""Where the plugin enters SGLang besides the algorithm registry, as SGLang hook definitions."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import atexit
 import logging
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
@@ -23,7 +24,6 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from libraspec_sglang import options
-from libraspec_sglang.controller import policies
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.drafters.base import Proposal, Window
 from libraspec_sglang.drafters.dflash import DFlashDrafter
@@ -51,7 +51,9 @@ class LibraSpecWorker(DFlashWorkerV2):
             get_spec().speculative_draft_model_path,
             block_size=get_spec().speculative_dflash_block_size,
         )
-        self._lengths = checkpoint.plan_lengths(self._options, draft.block_size)
+        self._lengths = checkpoint.plan_lengths(
+            self._options, draft.block_size, host_timed=str(self.device) == "cpu"
+        )
         self._policy = self._lengths.policy()
         self._window_width = self.block_size
         self._context_len = int(self.model_runner.model_config.context_len)
@@ -79,7 +81,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         """DFLASH warns here that it decodes greedily where its kernel is missing; we sample."""
 
     def _maybe_build_draft_sampler(self):
-        """DFLASH's in-graph head gives only tokens; ours, run after the graph, gives confidences."""
+        """DFLASH's in-graph head gives only tokens; ours runs after it and gives confidences."""
         return None
 
     def _make_next_draft_input_prefill(self, *, bonus_tokens, seq_lens):
@@ -111,6 +113,7 @@ class LibraSpecWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         mode = batch.forward_mode
         if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle():
+            self._clock.pause()
             return super().forward_batch_generation(
                 batch, on_publish, grammar_barrier, pp_proxy_tensors
             )
@@ -124,15 +127,16 @@ class LibraSpecWorker(DFlashWorkerV2):
     def _round(self, batch: ScheduleBatch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """Propose, decide, verify, accept, commit."""
         clock = self._clock
-        if self._trace is not None:
-            clock.start()
+        gap = clock.start()
         window, kv_plan = self._open_window(batch)
         own = [options.request_options(r.sampling_params.custom_params) for r in batch.reqs]
         path_dependent = [i for i, r in enumerate(batch.reqs) if depends_on_path(r)]
         caps = self._caps(batch, window, own, path_dependent)
+        requests = [r.rid for r in batch.reqs]
+        length = self._first_draft(requests, caps)
         clock.lap("window")
 
-        proposal = self._propose(batch, window, kv_plan, caps)
+        proposal = self._propose(batch, window, kv_plan, length)
         clock.lap("draft")
         alpha = self._alpha(own, window.anchor.device)
         lens = self._decide(proposal, caps, alpha)
@@ -167,7 +171,13 @@ class LibraSpecWorker(DFlashWorkerV2):
             keep_logits=batch.return_logprob,
         )
         self._broadcast(choices)
-        accepted = accept(choices, proposal.tokens, rows, self._window_width)
+        accepted = accept(
+            choices,
+            proposal.tokens,
+            rows,
+            self._window_width,
+            limits=caps if self._full_rows else None,
+        )
         new_seq_lens = window.prefix_lens + accepted.commit_lens
         clock.lap("accept")
 
@@ -186,9 +196,11 @@ class LibraSpecWorker(DFlashWorkerV2):
         clock.lap("commit")
 
         result = self._result(target_out, accepted, rows, new_seq_lens)
+        if self._policy.learns:
+            self._learn(requests, proposal, rows, accepted, gap)
         clock.lap("result")
         if self._trace is not None:
-            self._write_trace(batch, window, proposal, rows, accepted)
+            self._write_trace(requests, window, proposal, rows, accepted)
         return result
 
     def _open_window(self, batch: ScheduleBatch):
@@ -222,16 +234,30 @@ class LibraSpecWorker(DFlashWorkerV2):
         limits = []
         for request, wish in zip(batch.reqs, own, strict=True):
             left = request.sampling_params.max_new_tokens - len(request.output_ids) - 1
-            limits.append(max(0, min(most, left, most if wish.max_length is None else wish.max_length)))
+            limits.append(
+                max(0, min(most, left, most if wish.max_length is None else wish.max_length))
+            )
         for i in path_dependent:
             limits[i] = 0
         caps = torch.tensor(limits, dtype=torch.int64).to(window.prefix_lens.device)
         context = self._context_len - 1 - window.prefix_lens
         return torch.minimum(caps, context).clamp_(min=0)
 
-    def _propose(self, batch, window: Window, kv_plan, caps: torch.Tensor) -> Proposal:
-        length = self._window_width - 1 if self._full_rows else self._policy.first_draft
-        if length == 0 or (not caps.is_cuda and not caps.any()):
+    def _first_draft(self, requests: list[str], caps: torch.Tensor) -> int:
+        """Tokens the first pass drafts; the same on every rank."""
+        if self._full_rows:
+            return self._window_width - 1
+        if caps.is_cuda:  # a look at the caps would stall the device; the window bounds them
+            return self._policy.first_draft(requests, self._window_width - 1)
+        length = self._policy.first_draft(requests, int(caps.max()))
+        if self._tp_group.world_size > 1:
+            shared = torch.tensor([length])
+            self._broadcast(shared)
+            length = int(shared)
+        return length
+
+    def _propose(self, batch, window: Window, kv_plan, length: int) -> Proposal:
+        if length == 0:
             empty = window.anchor.new_empty((len(batch.reqs), 0))
             return Proposal(empty, empty.to(torch.float32))
         want = self._policy.needs_confidence or self._trace is not None
@@ -249,7 +275,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             return [self._window_width] * int(caps.shape[0])
         if proposal.length == 0:
             return [1] * int(caps.shape[0])
-        lengths = torch.minimum(self._policy.decide(proposal.confidence, alpha), caps) + 1
+        lengths = self._policy.decide(proposal.confidence, caps, alpha) + 1
         self._broadcast(lengths)
         return lengths.tolist()
 
@@ -334,6 +360,31 @@ class LibraSpecWorker(DFlashWorkerV2):
             indexer_topk_output=target_out.indexer_topk_output,
         )
 
+    def _learn(
+        self,
+        requests: list[str],
+        proposal: Proposal,
+        rows: VerifyRows,
+        accepted: Accepted,
+        gap: float | None,
+    ) -> None:
+        """Tell the policy what the round brought and what it cost."""
+        laps, bs = self._clock.laps, len(requests)
+        self._policy.learn(
+            requests,
+            proposal.confidence.cpu().numpy(),
+            np.asarray(rows.lens) - 1,
+            accepted.commit_lens.cpu().numpy() - 1,
+        )
+        self._policy.learn_times(
+            bs * (proposal.length + 1) if proposal.length else 0,
+            laps["draft"],
+            rows.total,
+            laps["verify"] + laps["accept"] + laps["commit"],
+        )
+        if gap is not None:
+            self._policy.learn_elsewhere(gap + laps["window"] + laps["decide"] + laps["layout"])
+
     # -- saying what happens -------------------------------------------------------------
 
     def _open_trace(self) -> TraceWriter | None:
@@ -347,10 +398,15 @@ class LibraSpecWorker(DFlashWorkerV2):
         return writer
 
     def _write_trace(
-        self, batch, window: Window, proposal: Proposal, rows: VerifyRows, accepted: Accepted
+        self,
+        requests: list[str],
+        window: Window,
+        proposal: Proposal,
+        rows: VerifyRows,
+        accepted: Accepted,
     ) -> None:
         self._trace.round(
-            requests=[r.rid for r in batch.reqs],
+            requests=requests,
             verified=rows.lens,
             gained=accepted.commit_lens.tolist(),
             context=window.prefix_lens.tolist(),

@@ -17,22 +17,28 @@ FLUSH_SECONDS = 1.0
 
 
 class RoundClock:
-    """Laps of one round. Does nothing until ``start``; one attribute test per lap when off."""
+    """Seconds per part of one round, by the host's clock."""
 
     __slots__ = ("_last", "laps")
 
     def __init__(self) -> None:
-        self.laps: dict[str, float] | None = None
-        self._last = 0.0
+        self.laps: dict[str, float] = {}
+        self._last: float | None = None
 
-    def start(self) -> None:
+    def start(self) -> float | None:
+        """Begin a round; seconds since the last lap of the previous one, None after a pause."""
+        now = time.perf_counter()
+        gap = None if self._last is None else now - self._last
         self.laps = {}
-        self._last = time.perf_counter()
+        self._last = now
+        return gap
+
+    def pause(self) -> None:
+        """Something else than a round happens next; the coming gap means nothing."""
+        self._last = None
 
     def lap(self, name: str) -> None:
         """Book the time since the last lap under ``name``."""
-        if self.laps is None:
-            return
         now = time.perf_counter()
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now

@@ -33,7 +33,13 @@ class Accepted:
     bonus: torch.Tensor
 
 
-def accept(choices: torch.Tensor, drafted: torch.Tensor, rows: VerifyRows, width: int) -> Accepted:
+def accept(
+    choices: torch.Tensor,
+    drafted: torch.Tensor,
+    rows: VerifyRows,
+    width: int,
+    limits: torch.Tensor | None = None,
+) -> Accepted:
     """Keep each request's longest drafted prefix that equals the target's choices.
 
     Args:
@@ -41,6 +47,8 @@ def accept(choices: torch.Tensor, drafted: torch.Tensor, rows: VerifyRows, width
         drafted: int64 [bs, D], drafted tokens, D >= rows.width - 1.
         rows: layout of the T rows.
         width: W, columns of the output, at least ``rows.width``.
+        limits: int64 [bs], drafted tokens that may be kept where more rows were verified than
+            decided (a captured graph's fixed rows).
     """
     # -1 never equals a token id, so a request's run ends at its own last verified row.
     target = rows.spread(choices, width, fill=-1)
@@ -49,6 +57,8 @@ def accept(choices: torch.Tensor, drafted: torch.Tensor, rows: VerifyRows, width
     if rows.index is not None:
         # A row at depth k verifies drafted token k+1 only if the request verified that token.
         agree &= target[:, 1 : depth + 1] >= 0
+    if limits is not None:
+        agree &= torch.arange(depth, device=agree.device) < limits[:, None]
     run = agree.to(torch.int32).cumprod(dim=1).sum(dim=1)
     bonus = target.gather(1, run[:, None])[:, 0]
     return Accepted(target, (run + 1).to(torch.int32), bonus)

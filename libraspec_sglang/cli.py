@@ -1,0 +1,218 @@
+"""The ``libraspec`` command: serve, demo, check, env."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__, options
+from .cpu import enable
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"]:  # everything after it belongs to SGLang
+        return _reported(_serve, arguments[1:])
+    args = _parser().parse_args(arguments)
+    return _reported(args.run, args)
+
+
+def _reported(run, argument) -> int:
+    """Errors a user can mend are one line; anything else keeps its traceback."""
+    from .demo.compare import PromptError
+    from .demo.runner import RunnerError
+    from .demo.smollm2 import TargetError
+
+    try:
+        return run(argument)
+    except (options.OptionError, PromptError, RunnerError, TargetError) as error:
+        print(f"libraspec: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="libraspec",
+        description="Block-diffusion speculative decoding for SGLang that verifies only the tokens "
+        "worth verifying.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="SGLang's server with LIBRASPEC (takes every flag of sglang.launch_server)",
+        add_help=False,
+    )
+    serve.set_defaults(run=lambda _: 0)
+
+    demo = commands.add_parser(
+        "demo",
+        help="compare plain decoding, built-in DFLASH and LIBRASPEC on the same prompts",
+        description="Starts one engine per setup, lets them take turns on the same prompts and "
+        "prints tokens per second, tokens per round (tau), target rows verified per round, and "
+        "whether all outputs are identical. The real pair's target (93 MB) is fetched once.",
+    )
+    demo.add_argument(
+        "--pair",
+        choices=("real", "test"),
+        default="real",
+        help="real: SmolLM2-135M-Instruct and its drafter; test: a small byte-level pair "
+        "(default: real)",
+    )
+    demo.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="rows with 'turns': [text, ...] (default: 32 prompts that ship)",
+    )
+    demo.add_argument(
+        "--limit",
+        type=_positive,
+        metavar="N",
+        help="use the first N prompts, mixed over datasets (default: 8, all with --prompts)",
+    )
+    demo.add_argument(
+        "--concurrency",
+        type=_numbers,
+        default=[1],
+        metavar="1,4",
+        help="requests in flight, one table each (default: 1)",
+    )
+    demo.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        default=96,
+        metavar="N",
+        help="tokens per answer (default: 96)",
+    )
+    demo.add_argument(
+        "--static",
+        type=_numbers,
+        metavar="2,4,8,16",
+        help="block sizes of built-in DFLASH to run (default: the drafter's own)",
+    )
+    demo.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="float32 makes outputs comparable token for token (default)",
+    )
+    demo.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    demo.set_defaults(run=_demo)
+
+    check = commands.add_parser(
+        "check",
+        help="versions, contract, device, kernels; one line each, non-zero exit on a fault",
+    )
+    check.add_argument("--drafter", metavar="PATH", help="also check this draft checkpoint")
+    check.add_argument("--target", metavar="PATH", help="... against this local target")
+    check.set_defaults(run=_check)
+
+    env = commands.add_parser(
+        "env",
+        help='print the environment SGLang needs on this machine: eval "$(libraspec env)"',
+    )
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _serve(arguments: list[str]) -> int:
+    """Fill in what is missing, then become SGLang's server."""
+    given = {a.split("=", 1)[0] for a in arguments}
+    if given & {"-h", "--help"}:
+        print(_SERVE_HELP, flush=True)
+    pair = "real"
+    if "--pair" in given:
+        pair, arguments = _take_pair(arguments)
+    named = given & {"--model-path", "--model", "--config"}
+    if not named and not given & {"-h", "--help"}:
+        from .demo.pairs import resolve
+
+        chosen = resolve(pair)
+        arguments = [*arguments, "--model-path", str(chosen.target)]
+        if "--speculative-draft-model-path" not in given:
+            arguments += ["--speculative-draft-model-path", str(chosen.drafter)]
+            given.add("--speculative-draft-model-path")
+    if "--speculative-draft-model-path" in given and "--speculative-algorithm" not in given:
+        arguments = [*arguments, "--speculative-algorithm", "LIBRASPEC"]
+    os.environ.update(enable.environment())
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments]
+    print("libraspec:", shlex.join(command), file=sys.stderr, flush=True)
+    os.execv(command[0], command)
+
+
+_SERVE_HELP = """libraspec serve [--pair real|test] [any flag of sglang.launch_server]
+
+Without --model-path the shipped pair is served with --speculative-algorithm LIBRASPEC; with a
+--speculative-draft-model-path of your own, LIBRASPEC is the default algorithm. On a machine
+without a GPU the CPU runtime is set up first. SGLang's own help follows.
+"""
+
+
+def _take_pair(arguments: list[str]) -> tuple[str, list[str]]:
+    parser = argparse.ArgumentParser(prog="libraspec serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--pair", choices=("real", "test"))
+    found, rest = parser.parse_known_args(arguments)
+    return found.pair, rest
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import compare, pairs
+    from .drafters import checkpoint
+
+    options.load()
+    file = args.prompts or compare.PROMPTS
+    limit = args.limit if args.limit is not None or args.prompts else 8
+    prompts = compare.read_prompts(file, limit)
+    pair = pairs.resolve(args.pair)
+    result = compare.compare(
+        pair,
+        prompts,
+        concurrencies=args.concurrency,
+        statics=args.static or [checkpoint.read(str(pair.drafter)).block_size],
+        max_new_tokens=args.max_new_tokens,
+        dtype=args.dtype,
+        quiet=args.json,
+    )
+    print(json.dumps(result) if args.json else compare.table(result))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from .check import run_checks
+
+    faults = 0
+    for result in run_checks(args.drafter, args.target):
+        print(f"{'ok   ' if result.ok else 'FAULT'} {result.name}: {result.detail}")
+        faults += not result.ok
+    return 1 if faults else 0
+
+
+def _env(args: argparse.Namespace) -> int:
+    for name, value in enable.environment().items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,57 @@
+"""What a round costs, learnt from the rounds themselves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+class RowCost:
+    """Seconds of a forward as a function of its rows: a straight line through recent rounds.
+
+    Exponentially weighted least squares. Until rows have varied, the slope leans on a prior share
+    of the mean time per row; a line learnt from the rounds in use is right around them, which is
+    where decisions are made.
+    """
+
+    MEMORY = 300.0  # rounds
+    PRIOR_ROWS = 2.0  # spread of rows, in rows, that the prior slope counts as
+    OUTLIER = 3.0  # times the expected seconds; what is above is cut (another process, a page-in)
+
+    def __init__(self, prior_share: float) -> None:
+        """Args: prior_share: time of one more row, as a share of the mean forward."""
+        self._share = prior_share
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._weight > 0.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """One forward over ``rows`` rows took ``seconds``."""
+        if self._weight > 20.0:
+            seconds = min(seconds, self.OUTLIER * float(self(rows)))
+        keep = math.exp(-1.0 / self.MEMORY)
+        self._weight = self._weight * keep + 1.0
+        self._x = self._x * keep + rows
+        self._y = self._y * keep + seconds
+        self._xx = self._xx * keep + rows * rows
+        self._xy = self._xy * keep + rows * seconds
+
+    def line(self) -> tuple[float, float]:
+        """(seconds at zero rows, seconds per row), neither negative."""
+        if not self.known:
+            return 1.0, self._share
+        x, y = self._x / self._weight, self._y / self._weight
+        spread = max(self._xx / self._weight - x * x, 0.0)
+        joint = self._xy / self._weight - x * y
+        prior = self.PRIOR_ROWS**2
+        slope = (joint + prior * self._share * y) / (spread + prior)
+        slope = min(max(slope, 0.0), y / max(x, 1.0))
+        return y - slope * x, slope
+
+    def __call__(self, rows: int | np.ndarray) -> float | np.ndarray:
+        """Expected seconds; accepts an integer array."""
+        start, slope = self.line()
+        return start + slope * rows

@@ -1,0 +1,100 @@
+"""Options: five ways in, one validation, messages that name the option."""
+
+import argparse
+
+import pytest
+
+from libraspec_sglang import options
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for field in options.Options.model_fields:
+        monkeypatch.delenv(options.env_name(field), raising=False)
+    monkeypatch.setattr("os.environ", __import__("os").environ)
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    options.add_cli_flags(parser)
+    options.add_cli_flags(parser)  # SGLang builds its parser more than once
+    return parser.parse_args(argv)
+
+
+def test_defaults_are_the_papers():
+    loaded = options.load({})
+    assert (loaded.policy, loaded.alpha, loaded.max_length) == ("auto", 2.2, None)
+
+
+def test_flags_become_environment(monkeypatch):
+    monkeypatch.setenv("LIBRASPEC_ALPHA", "1.7")
+    options.take_cli_flags(parse("--libraspec-max-length", "12"))
+    assert options.load().max_length == 12
+    assert options.load().alpha == 1.7
+    options.configure(max_length=None)
+    assert options.load().max_length is None
+
+
+def test_every_option_has_a_flag_and_help():
+    parser = argparse.ArgumentParser()
+    options.add_cli_flags(parser)
+    text = parser.format_help()
+    for field in options.Options.model_fields:
+        assert options.flag_name(field) in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("alpha", "0"),
+        ("alpha", "-1"),
+        ("alpha", "nan"),
+        ("alpha", "x"),
+        ("max-length", "0"),
+        ("max-length", "1000"),
+        ("static-length", "-1"),
+    ],
+)
+def test_out_of_range_names_the_flag(flag, value):
+    with pytest.raises(options.OptionError, match=f"--libraspec-{flag} .or LIBRASPEC_"):
+        options.take_cli_flags(parse(f"--libraspec-{flag}", value))
+    assert options.load() == options.load({})  # nothing stuck
+
+
+def test_unknown_choice_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        parse("--libraspec-policy", "best")
+    assert "--libraspec-policy" in capsys.readouterr().err
+
+
+def test_configure_rejects_unknown_names():
+    with pytest.raises(options.OptionError, match=r"unknown LibraSpec option.* alfa"):
+        options.configure(alfa=2.0)
+
+
+def test_bad_environment_names_the_variable():
+    with pytest.raises(options.OptionError, match="LIBRASPEC_POLICY"):
+        options.load({"LIBRASPEC_POLICY": "best"})
+
+
+def test_request_options():
+    own = options.request_options(
+        {"libraspec_alpha": 3, "libraspec_max_length": 0, "other": object()}
+    )
+    assert (own.alpha, own.max_length) == (3.0, 0)
+    assert options.request_options(None).alpha is None
+    assert options.request_options({"thinking_budget": 5}).max_length is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"libraspec_alpha": 0},
+        {"libraspec_max_length": -1},
+        {"libraspec_alhpa": 1},
+        {"libraspec_alpha": "much"},
+    ],
+)
+def test_bad_request_options_name_the_key(params):
+    with pytest.raises(options.OptionError, match=r"custom_params\['libraspec_"):
+        options.request_options(params)
