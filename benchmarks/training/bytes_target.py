@@ -90,8 +90,8 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step(lr_scale(done, step))
         seen += ids.shape[0] * length
         average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
-        bar.set_postfix(bpb=f"{average / np.log(2):.3f}", mb=f"{seen / 1e6:.2f}", done=f"{done:.2f}",
-                        refresh=False)
+        bar.set_postfix(bpb=f"{average / np.log(2):.3f}", mb=f"{seen / 1e6:.2f}",
+                        done=f"{done:.2f}", refresh=False)
         if (step + 1) % 200 == 0:
             bpb = bits_per_byte(model, held_out, 48)
             tqdm.write(f"step {step + 1} seen {seen / 1e6:.2f} MB length {length} "
@@ -100,7 +100,7 @@ def train(args: argparse.Namespace) -> None:
     else:
         checkpoint(args.steps)
     export(model, args.out)
-    print(f"wrote {args.out}; {seen / 1e6:.2f} MB of text seen in {progress.spent / 60:.1f} minutes")
+    print(f"wrote {args.out}; {seen / 1e6:.2f} MB of text seen, {progress.spent / 60:.1f} minutes")
 
 
 def export(model: CausalLM, out: Path) -> None:

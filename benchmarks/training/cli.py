@@ -26,7 +26,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     gen.add_argument("--max-prompt", type=int, default=256, help="longer prompts are skipped")
     gen.add_argument("--slots", type=int, default=64, help="sequences generated at once")
     gen.add_argument("--int8", action="store_true",
-                     help="int8 products: about 3 times faster, a few per cent of the tokens differ")
+                     help="int8 products: about 3 times faster; a few per cent of tokens differ")
     gen.add_argument("--sampled", type=float, default=0.0, help="share of answers not greedy")
     gen.add_argument("--temperature", type=float, default=0.7, help="of the sampled share")
     gen.add_argument("--limit", type=int, help="prompts per file")
@@ -48,11 +48,13 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     fit.add_argument("--mlp", type=int, help="MLP width (default: the target's)")
     fit.add_argument("--mask-token-id", type=int, help="a token that text never contains")
     fit.add_argument("--block-size", type=int, default=16, help="stated in the exported config")
-    fit.add_argument("--train-block", type=int, default=16,
-                     help="positions trained; longer than --block-size for a server that drafts "
-                          "wide and cuts by confidence")
+    fit.add_argument("--train-block", type=int, nargs="+", default=[16],
+                     help="positions trained, one of these at random per step; longer than "
+                          "--block-size for a server that drafts wide and cuts by confidence")
     fit.add_argument("--decay", type=float, default=4.0, help="weight of position k: exp(-(k-1)/D)")
     fit.add_argument("--hot", type=int, default=0, help="draft from this many tokens; 0: all")
+    fit.add_argument("--hot-prompts", type=Path, nargs="*",
+                     help="JSONL prompts whose tokens also count when choosing them")
     fit.add_argument("--hard", type=float, default=0.5,
                      help="share of the loss on the token itself, the rest on the target's "
                           "probabilities")
@@ -70,6 +72,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     fit.add_argument("--held-out-every", type=int, default=33)
     fit.add_argument("--eval-every", type=int, default=250)
     fit.add_argument("--eval-block", type=int, default=16)
+    fit.add_argument("--eval-limit", type=int, default=24, help="answers to measure on")
     fit.add_argument("--seed", type=int, default=0)
     fit.set_defaults(run=train.run)
 

@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 EOS = 257
 KINDS = ("python", "prose", "chat")
-SKIPPED_DIRS = {"test", "tests", "testing", "_testing", "benchmark", "benchmarks", "bench", "_vendor",
+SKIPPED_DIRS = {"test", "tests", "testing", "_testing", "benchmark", "benchmarks", "bench",
+                "_vendor",
                 "__pycache__", "idle_test", "lib2to3", "eval", "evals"}
 PROSE_SUFFIXES = {".md", ".rst", ".txt"}
 EVAL_NAMES = re.compile(r"human[-_ ]?eval|gsm[-_ ]?8k|mt[-_ ]?bench|math[-_ ]?500", re.IGNORECASE)

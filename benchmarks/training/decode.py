@@ -77,7 +77,8 @@ class FusedLayer:
         self.out = make(attn.o_proj.weight)
         self.gate_up = make(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
         self.down = make(mlp.down_proj.weight)
-        self.norm_in, self.norm_mlp = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.norm_in = layer.input_layernorm.weight.detach()
+        self.norm_mlp = layer.post_attention_layernorm.weight.detach()
         self.q_norm = getattr(attn.q_norm, "weight", None)
         self.k_norm = getattr(attn.k_norm, "weight", None)
 
@@ -128,7 +129,7 @@ class Engine:
 
     def prefill(self, slot: int, ids: list[int], exact: bool = False) -> Tensor:
         """Run a whole prompt in one slot; returns the last token's logits `[V]`."""
-        cfg, group = self.cfg, self.cfg.num_heads // self.cfg.num_kv_heads
+        group = self.cfg.num_heads // self.cfg.num_kv_heads
         start = len(self.prefix)
         end = len(ids)
         x = self.embedding[torch.tensor(ids[start:])]

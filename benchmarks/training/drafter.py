@@ -160,7 +160,8 @@ class Drafter(nn.Module):
         x = x.flatten(1, 2)
         for layer in self.layers:
             keys, values = layer.self_attn.context(context, ctx_cos, ctx_sin)
-            x = x + layer.self_attn(layer.input_layernorm(x), cos, sin, keys, values, unseen, blocks)
+            normed = layer.input_layernorm(x)
+            x = x + layer.self_attn(normed, cos, sin, keys, values, unseen, blocks)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x).unflatten(1, (blocks, block_size))
 

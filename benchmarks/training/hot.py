@@ -8,6 +8,10 @@ probabilities among the hot tokens.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -27,15 +31,33 @@ def token_counts(store: Store, vocab: int) -> tuple[Tensor, Tensor]:
     return answers, nearby
 
 
-def choose_hot(store: Store, vocab: int, size: int | None) -> Tensor | None:
+def text_counts(files: Iterable[Path], target: Path, vocab: int) -> Tensor:
+    """Occurrences `[vocab]` in the prompts of JSONL files, answered or not."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    counts = torch.zeros(vocab, dtype=torch.long)
+    for file in files:
+        for line in Path(file).read_text().splitlines():
+            row = json.loads(line)
+            texts = row.get("turns") or [row.get("prompt") or row["text"]]
+            for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+                counts += torch.tensor(ids, dtype=torch.long).bincount(minlength=vocab)
+    return counts
+
+
+def choose_hot(store: Store, vocab: int, size: int | None,
+               text: Tensor | None = None) -> Tensor | None:
     """The `size` hottest token ids, sorted; None if the vocabulary is small or `size` is 0.
 
-    Ranked by occurrences in answers, then in prompts and candidates, then by id: byte-pair
-    vocabularies list frequent merges first.
+    Ranked by occurrences in answers, then in prompts, candidates and `text` (counts
+    `[vocab]` of further text), then by id: byte-pair vocabularies list frequent merges first.
     """
     if not size or size >= vocab:
         return None
     answers, nearby = token_counts(store, vocab)
+    if text is not None:
+        nearby = nearby + text
     score = answers.double() * 1e6 + nearby.double() - torch.arange(vocab) / (10.0 * vocab)
     return score.topk(size).indices.sort().values
 

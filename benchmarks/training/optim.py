@@ -52,7 +52,8 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
                     updates.append(weight.grad.lerp(state["momentum"], group["momentum"]))
                 step = group["lr"] * math.sqrt(max(1.0, rows / cols))
-                for weight, update in zip(weights, orthogonalise(torch.stack(updates)), strict=True):
+                orthogonal = orthogonalise(torch.stack(updates))
+                for weight, update in zip(weights, orthogonal, strict=True):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(update, alpha=-step)
 

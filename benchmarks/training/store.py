@@ -91,7 +91,9 @@ class Store:
         token = feature = answer = 0
         for length, prompt_len, temperature, kind in zip(*values, strict=True):
             self.rows.append((path, token, feature, answer, length, prompt_len, temperature, kind))
-            token, feature, answer = token + length, feature + length - 1, answer + length - prompt_len
+            token += length
+            feature += length - 1
+            answer += length - prompt_len
 
     def __len__(self) -> int:
         return len(self.rows)

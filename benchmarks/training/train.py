@@ -21,7 +21,7 @@ from tqdm import tqdm
 from .drafter import Drafter, DrafterConfig, new_drafter
 from .evaluate import Head, evaluate
 from .files import load_checkpoint, save_checkpoint, write_json
-from .hot import choose_hot
+from .hot import choose_hot, text_counts
 from .optim import Optimizer, Progress, lr_scale
 from .store import Sequence, Store
 from .target import CausalLM
@@ -61,7 +61,9 @@ def make_batch(sequences: list[Sequence], rng: np.random.Generator, anchors: int
     for i, seq in enumerate(sequences):
         features[i, : len(seq.features)] = seq.features.float()
         span = len(seq.ids) - 1 - seq.prompt_len
-        picks = rng.permutation(span)[:anchors] if span >= anchors else rng.integers(0, span, anchors)
+        picks = rng.permutation(span)[:anchors]
+        if span < anchors:
+            picks = rng.integers(0, span, anchors)
         where[i] = torch.from_numpy(np.sort(picks)) + seq.prompt_len
         anchor_ids[i] = seq.ids[where[i]]
         index = where[i].unsqueeze(1) + offsets
@@ -176,7 +178,9 @@ def run(args: argparse.Namespace) -> None:
     state = load_checkpoint(args.out / "drafter.pt")
     if state is None:
         drafter = build(args, target, store)
-        hot = choose_hot(store, target.cfg.vocab_size, args.hot)
+        vocab = target.cfg.vocab_size
+        text = text_counts(args.hot_prompts, args.target, vocab) if args.hot_prompts else None
+        hot = choose_hot(store, vocab, args.hot, text)
     else:
         drafter = Drafter(DrafterConfig.from_state(state["config"]))
         drafter.load_state_dict(state["model"])
@@ -208,9 +212,9 @@ def run(args: argparse.Namespace) -> None:
     def measure() -> None:
         if eval_store is not None:
             data: Store = eval_store
-            rows = range(len(data))
+            rows = range(min(len(data), args.eval_limit))
         else:
-            data, rows = store, sampler.held_out[:24].tolist()
+            data, rows = store, sampler.held_out[: args.eval_limit].tolist()
         result = evaluate(drafter, head, (data[int(i)] for i in rows), args.eval_block)
         point = {"step": step, "blocks": sampler.blocks, "epochs": round(sampler.epochs, 3),
                  "answer_tokens": store.answer_tokens, "minutes": round(progress.spent / 60, 1),
@@ -230,10 +234,11 @@ def run(args: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         if step % 50 == 0:
             sampler.refresh()
-        batch = make_batch(sampler.draw(rng, args.batch), rng, args.anchors, args.train_block)
+        block = int(rng.choice(args.train_block))
+        batch = make_batch(sampler.draw(rng, args.batch), rng, args.anchors, block)
         drafter.train()
-        loss = block_loss(drafter, head, batch, args.train_block, args.decay, args.hard,
-                          generator, args.noise)
+        loss = block_loss(drafter, head, batch, block, args.decay, args.hard, generator,
+                          args.noise)
         loss.backward()
         optimizer.step(lr_scale(done, step, decay_from=args.decay_from))
         step += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 BINS = 12
-WEIGHT = 8.0
+WEIGHT = 16.0
 """Observations a coarser estimate counts for."""
 HORIZON = 4000.0
 """Observations after which old evidence has faded to 1/e, so that no one text dominates long."""

@@ -30,8 +30,17 @@ CURVES_SHARED = 32
 REQUESTS_REMEMBERED = 1024
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
-MARGIN = 0.02
+EXPLORE_EVERY, EXPLORE_BY = 16, 2.0
+"""How often a draft is made wider than what pays by what is known, and how many times as wide.
+A narrow draft says nothing about the positions beyond it."""
+PROBE_WIDTH = 3
+"""Tokens of a trial draft."""
+MARGIN = 0.01
 """Expected gain in rate below which the width stays as it is."""
+UNSEEN = 0.8
+"""Chance of acceptance assumed for positions no draft has reached yet."""
+OWN_PACE, SHARED_PACE = 0.3, 0.05
+"""How fast the chances beyond a draft follow what deeper drafts showed."""
 
 
 class Libra:
@@ -49,11 +58,12 @@ class Libra:
         self.verify_cost = RowCost(prior_share=0.01)
         self.draft_cost = RowCost(prior_share=0.01)
         self.elsewhere = 0.0
-        self._widths = np.array(draft_widths(block_size, max_length))
+        self._widths = np.arange(max_length + 1)
         self._width = min(block_size, max_length)
-        self._shared: deque[np.ndarray] = deque(maxlen=CURVES_SHARED)
-        self._own: OrderedDict[Hashable, deque[np.ndarray]] = OrderedDict()
+        self._shared = _Memory(CURVES_SHARED, np.full(max_length, UNSEEN))
+        self._own: OrderedDict[Hashable, _Memory] = OrderedDict()
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
+        self._explore_in = EXPLORE_EVERY
 
     # -- decisions -----------------------------------------------------------------------
 
@@ -64,22 +74,31 @@ class Libra:
             requests: keys of the requests in the batch, one use per request (never reused).
             cap: the longest length any of them may verify.
         """
-        if not self._shared or not self.verify_cost.known:
+        if not self._shared.curves or not self.verify_cost.known:
             return min(self._width, cap)
-        width = self._best_width(requests)
-        if width:
-            self._probe_in, self._probe_gap = 0, FIRST_PROBE
-        else:
-            self._probe_in -= 1
-            if self._probe_in > 0:
-                self._width = 0
-                return 0
-            if self._width == 0:  # a trial that is due, not the first plain round
-                self._probe_gap = min(self._probe_gap * 2, LAST_PROBE)
-                width = int(self._widths[1])
-            self._probe_in = self._probe_gap
+        best = self._best_width(requests)
+        return min(self._explored(best) if best else self._probed(), cap)
+
+    def _explored(self, width: int) -> int:
+        """A width that pays, or now and then one that may show that a wider one would."""
         self._width = width
-        return min(width, cap)
+        self._probe_in, self._probe_gap = 0, FIRST_PROBE
+        self._explore_in -= 1
+        if self._explore_in > 0:
+            return width
+        self._explore_in = EXPLORE_EVERY
+        return min(int(width * EXPLORE_BY) + 1, self.max_length)
+
+    def _probed(self) -> int:
+        """Plain decoding, with a trial draft now and then, further and further apart."""
+        self._probe_in -= 1
+        if self._width and self._probe_in <= 0:  # the first plain round
+            self._width, self._probe_in = 0, self._probe_gap
+        if self._probe_in > 0:
+            return 0
+        self._probe_gap = min(self._probe_gap * 2, LAST_PROBE)
+        self._probe_in = self._probe_gap
+        return min(PROBE_WIDTH, self.max_length)
 
     def decide(self, confidence: np.ndarray, caps: np.ndarray) -> np.ndarray:
         """Lengths to verify.
@@ -98,7 +117,7 @@ class Libra:
     def _best_width(self, requests: Sequence[Hashable]) -> int:
         """The width with the best expected rate over recent survival curves."""
         bs = len(requests)
-        curves = [c for r in requests for c in self._own.get(r, self._shared)]
+        curves = [c for r in requests for c in self._own.get(r, self._shared).curves]
         survival = np.stack(curves)  # [n, D]
         start, slope = self.verify_cost.line()
         plain = bs / (self.elsewhere + start + slope * bs)
@@ -107,17 +126,14 @@ class Libra:
         rate = plain
         for _ in range(2):
             pays = survival > slope * rate
-            gain = np.concatenate(([0.0], np.cumsum((survival * pays).mean(0))))[self._widths]
-            rows = np.concatenate(([0.0], np.cumsum(pays.mean(0))))[self._widths]
+            gain = np.concatenate(([0.0], np.cumsum((survival * pays).mean(0))))
+            rows = np.concatenate(([0.0], np.cumsum(pays.mean(0))))
             draft = np.where(self._widths > 0, self.draft_cost(bs * (self._widths + 1)), 0.0)
             verify = start + slope * bs * (1.0 + rows)
             rates = bs * (1.0 + gain) / (self.elsewhere + draft + verify)
             rate = float(rates.max())
         best = int(rates.argmax())
-        current = np.flatnonzero(self._widths == self._width)
-        if current.size and rates[best] < rates[current[0]] * (1.0 + MARGIN):
-            return self._width
-        return int(self._widths[best])
+        return self._width if rates[best] < rates[self._width] * (1.0 + MARGIN) else best
 
     # -- learning ------------------------------------------------------------------------
 
@@ -138,16 +154,18 @@ class Libra:
         """
         if not confidence.shape[1]:
             return
-        survival = self._extended(self.calibration.survival(confidence))
+        chance = self.calibration.probability(confidence)
         self.calibration.update(confidence, verified, accepted)
-        for request, curve in zip(requests, survival, strict=True):
+        for request, row in zip(requests, chance, strict=True):
             own = self._own.get(request)
             if own is None:
-                own = self._own[request] = deque(maxlen=CURVES_PER_REQUEST)
+                own = _Memory(CURVES_PER_REQUEST, self._shared.beyond.copy())
+                self._own[request] = own
                 if len(self._own) > REQUESTS_REMEMBERED:
                     self._own.popitem(last=False)
-            own.append(curve)
-            self._shared.append(curve)
+            curve = own.take(row, OWN_PACE)
+            self._shared.take(row, SHARED_PACE)
+            self._shared.curves[-1] = curve
 
     def learn_times(
         self, draft_rows: int, draft_seconds: float, verify_rows: int, verify_seconds: float
@@ -163,19 +181,23 @@ class Libra:
             self.elsewhere = seconds
         self.elsewhere += 0.02 * (min(seconds, 3.0 * self.elsewhere) - self.elsewhere)
 
-    def _extended(self, survival: np.ndarray) -> np.ndarray:
-        """Curves to the full depth: beyond what was drafted they fall as over the last step."""
-        bs, depth = survival.shape
-        if depth == self.max_length:
-            return survival
-        before = survival[:, -2] if depth > 1 else np.ones(bs)
-        step = survival[:, -1] / np.maximum(before, 1e-9)
-        more = np.arange(1, self.max_length - depth + 1)
-        tail = survival[:, -1:] * step[:, None] ** more
-        return np.concatenate([survival, tail], axis=1)
 
+class _Memory:
+    """Recent survival curves to full depth, and the chances used beyond what was drafted."""
 
-def draft_widths(block_size: int, max_length: int) -> list[int]:
-    """Widths worth choosing between: none, then growing steps, the block and the maximum."""
-    steps = {1, 2, 3, 5, 7, 11, 15, 19, 23, 31, 47, block_size, max_length}
-    return [0, *sorted(s for s in steps if s <= max_length)]
+    def __init__(self, size: int, beyond: np.ndarray) -> None:
+        self.curves: deque[np.ndarray] = deque(maxlen=size)
+        self.beyond = beyond
+        """[D] chance that position d is accepted when all before it are, by deeper drafts."""
+
+    def take(self, chance: np.ndarray, pace: float) -> np.ndarray:
+        """Add a draft's calibrated chances [D'], D' <= D; returns its curve [D].
+
+        A position teaches in the measure that it was likely to be reached.
+        """
+        depth = chance.shape[0]
+        curve = np.cumprod(np.concatenate([chance, self.beyond[depth:]]))
+        reached = np.concatenate(([1.0], curve[: depth - 1]))
+        self.beyond[:depth] += pace * reached * (chance - self.beyond[:depth])
+        self.curves.append(curve)
+        return curve

@@ -106,10 +106,12 @@ def build_tokenizer(meta: dict[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = meta["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
@@ -132,8 +134,9 @@ def tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tensors(reader: gguf.GGUFReader, meta: dict[str, Any],
-            progress: bool) -> Iterable[tuple[str, torch.Tensor]]:
+def tensors(
+    reader: gguf.GGUFReader, meta: dict[str, Any], progress: bool
+) -> Iterable[tuple[str, torch.Tensor]]:
     """Dequantised bf16 tensors under their Hugging Face names."""
     heads = {
         "q_proj": meta["llama.attention.head_count"],

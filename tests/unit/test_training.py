@@ -369,7 +369,10 @@ def fake_sequence(answer: list[int]) -> Sequence:
 def test_walk_follows_the_rounds_of_a_server() -> None:
     seq = fake_sequence([10, 11, 12, 13, 14, 15, 16])
     # row r drafts after answer token r
-    tokens = torch.tensor([[11, 12, 99], [0, 0, 0], [0, 0, 0], [99, 15, 16], [15, 16, 0], [0, 0, 0]])
+    nothing = [0, 0, 0]
+    tokens = torch.tensor(
+        [[11, 12, 99], nothing, nothing, [99, 15, 16], [15, 16, 0], nothing]
+    )
     rounds = walk(tokens, torch.full((6, 3), 0.5), seq)
     # after 10: accepts 11 12, bonus 13; after 13: nothing, bonus 14; after 14: cut by the end
     assert rounds.accepted == [2, 0]
@@ -412,7 +415,7 @@ def test_corpus_keeps_evaluation_prompts_out(tmp_path, monkeypatch) -> None:
     rows = [{"turns": [f"{secret}. {shared}"]}, *({"turns": [shared]} for _ in range(3))]
     prompts = tmp_path / "eval.jsonl"
     prompts.write_text("\n".join(map(json.dumps, rows)))
-    unique = "\n".join(f"line number {i} of a harmless readme about topic {i * 7}" for i in range(9))
+    unique = "\n".join(f"line number {i} of a harmless readme about {i * 7}" for i in range(9))
     documents = [
         corpus.Document("prose", "a", unique),
         corpus.Document("prose", "b", unique),  # a copy

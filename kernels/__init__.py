@@ -1,0 +1,1 @@
+"""Triton kernels, one file each; installed as libraspec_sglang.kernels."""

@@ -1,0 +1,284 @@
+"""Batch allocation, calibration, cost and the policy made of them."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libraspec_sglang.controller import criterion
+from libraspec_sglang.controller.batch import allocate
+from libraspec_sglang.controller.calibration import Calibration
+from libraspec_sglang.controller.cost import RowCost
+from libraspec_sglang.controller.libra import Libra
+
+unit = st.floats(0.0, 1.0, width=32)
+
+
+def survivals(bs, depth):
+    rows = st.lists(unit, min_size=depth, max_size=depth)
+    return st.lists(rows, min_size=bs, max_size=bs).map(lambda q: np.cumprod(np.array(q), axis=1))
+
+
+def rate(survival, lengths, cost, draft_cost):
+    tokens = sum(1 + row[:n].sum() for row, n in zip(survival, lengths, strict=True))
+    return tokens / (draft_cost + cost(int(sum(lengths)) + len(lengths)))
+
+
+stepped = st.lists(st.floats(0.01, 3.0), min_size=40, max_size=40).map(
+    lambda steps: lambda rows: 1.0 + float(np.sum(steps[: int(rows)]))
+)
+
+
+@settings(max_examples=60)
+@given(
+    survivals(3, 3),
+    stepped,
+    st.floats(0.0, 5.0),
+    st.lists(st.integers(0, 3), min_size=3, max_size=3),
+)
+def test_allocate_equals_exhaustive_search(survival, cost, draft_cost, caps):
+    """Any cost curve, not only straight ones."""
+    got = allocate(survival, cost, caps, draft_cost)
+    assert all(n <= cap for n, cap in zip(got, caps, strict=True))
+    best = max(
+        rate(survival, lengths, cost, draft_cost)
+        for lengths in itertools.product(*(range(cap + 1) for cap in caps))
+    )
+    assert rate(survival, got, cost, draft_cost) == pytest.approx(best, rel=1e-9)
+
+
+@given(st.lists(st.floats(0.05, 1.0), min_size=8, max_size=8), st.floats(0.01, 0.5))
+def test_one_request_stops_where_theorem_3_5_says(q, slope):
+    """Extend while the next survival exceeds c times the rate so far; the peak is unique."""
+    survival = np.cumprod(np.array([q]), axis=1)
+    length = int(allocate(survival, lambda rows: 1.0 + slope * rows)[0])
+    tau = 1.0 + np.concatenate(([0.0], np.cumsum(survival[0])))
+    time = 1.0 + slope * (1 + np.arange(9))
+    for d in range(8):
+        improves = survival[0, d] > slope * tau[d] / time[d] * (1 + 1e-12)
+        if d < length:
+            assert survival[0, d] >= slope * tau[d] / time[d] * (1 - 1e-9)
+        if d == length:
+            assert not improves
+            break
+
+
+@given(survivals(2, 4), st.integers(0, 3))
+def test_more_confidence_never_verifies_less_of_a_request(survival, position):
+    cost = lambda rows: 4.0 + 0.3 * rows  # noqa: E731
+    before = allocate(survival[:1], cost)[0]
+    raised = survival[:1].copy()
+    raised[0, : position + 1] = np.maximum(raised[0, : position + 1], raised[0, position] + 0.1)
+    raised = np.minimum(raised, 1.0)
+    assert allocate(raised, cost)[0] >= min(before, position + 1)
+
+
+def test_allocate_defined_answers():
+    flat = lambda rows: 1.0  # noqa: E731
+    assert allocate(np.full((2, 3), np.nan), flat).tolist() == [0, 0]
+    assert allocate(np.ones((2, 3)), flat, caps=[0, 2]).tolist() == [0, 2]
+    assert allocate(np.empty((3, 0)), flat).tolist() == [0, 0, 0]
+    assert allocate(np.ones((1, 4)), lambda rows: 1.0 * rows).tolist() == [0]  # ties: fewer rows
+    assert allocate([[0.5, 0.9]], flat).tolist() == [2]  # a rise is cut to its predecessor
+
+
+def test_expected_gain_matches_criterion():
+    q = [0.9, 0.5, 0.2]
+    assert np.allclose(np.cumprod(q).cumsum(), criterion.expected_accepted(q))
+
+
+class TestCalibration:
+    def test_without_evidence_it_is_the_confidence(self):
+        q = np.array([[0.3, 0.9]])
+        assert Calibration(4).probability(q).tolist() == q.tolist()
+        assert Calibration(4).probability(np.array([[np.nan]])).tolist() == [[0.0]]
+
+    def learn(self, truth, rounds=600, depth=4, bs=2, verified=None, seed=0):
+        """Feed rounds in which token k is accepted with probability truth(q)."""
+        random = np.random.default_rng(seed)
+        table = Calibration(depth)
+        for _ in range(rounds):
+            q = random.uniform(0.05, 0.95, (bs, depth))
+            hits = random.uniform(size=q.shape) < truth(q)
+            accepted = np.cumprod(hits, axis=1).sum(1)
+            seen = np.full(bs, depth) if verified is None else np.full(bs, verified)
+            table.update(q, seen, np.minimum(accepted, seen))
+        return table
+
+    def test_it_learns_an_overconfident_drafter(self):
+        table = self.learn(lambda q: 0.5 * q, rounds=4000)
+        q = np.array([[0.2, 0.4, 0.6, 0.8]])
+        error = np.abs(table.probability(q) - 0.5 * q)
+        assert error.max() < 0.15
+        assert error.mean() < 0.06
+        assert np.abs(q - 0.5 * q).max() == pytest.approx(0.4)
+
+    def test_censored_positions_teach_nothing(self):
+        """Positions after a miss and positions not verified stay at the prior."""
+        table = Calibration(3)
+        for _ in range(50):
+            table.update(np.array([[0.5, 0.5, 0.5]]), np.array([2]), np.array([0]))
+        assert table._seen[0].sum() > 0
+        assert table._seen[1:].sum() == 0
+
+    def test_forgetting_follows_a_change(self):
+        table = self.learn(lambda q: np.zeros_like(q), rounds=3000)
+        assert table.probability(np.array([[0.5]]))[0, 0] < 0.1
+        random = np.random.default_rng(1)
+        for _ in range(6000):
+            q = random.uniform(0.4, 0.6, (1, 1))
+            table.update(q, np.array([1]), np.array([1]))
+        assert table.probability(np.array([[0.5]]))[0, 0] > 0.7
+
+    def test_one_request_cannot_poison_the_rest(self):
+        """In a batch of 8, seven accept everything; one long stream of misses counts for little."""
+        table = Calibration(24)
+        for _ in range(200):
+            q = np.full((8, 24), 0.5)
+            verified = np.array([24] + [1] * 7)
+            accepted = np.array([24] + [0] * 7)
+            table.update(q, verified, accepted)
+        # One request gave 24 of 31 observations a round, all hits; position 1 still tells of
+        # seven misses to one hit.
+        assert table.probability(np.array([[0.5]]))[0, 0] < 0.35
+
+    def test_expected_calibration_error_falls(self):
+        truth = lambda q: q**2  # noqa: E731
+        table = self.learn(truth)
+        q = np.random.default_rng(7).uniform(0.05, 0.95, (500, 4))
+        before = np.abs(q - truth(q)).mean()
+        after = np.abs(table.probability(q) - truth(q)).mean()
+        assert after < before / 2
+
+
+class TestRowCost:
+    def test_line_is_found(self):
+        cost = RowCost(prior_share=0.01)
+        random = np.random.default_rng(0)
+        for _ in range(400):
+            rows = int(random.integers(1, 60))
+            cost.observe(rows, 0.007 + 0.0001 * rows + random.normal(0, 0.0002))
+        assert cost(1) == pytest.approx(0.0071, rel=0.05)
+        assert cost(60) == pytest.approx(0.013, rel=0.05)
+
+    def test_constant_rows_fall_back_on_the_prior_slope(self):
+        cost = RowCost(prior_share=0.01)
+        for _ in range(50):
+            cost.observe(10, 0.02)
+        assert cost(10) == pytest.approx(0.02)
+        assert cost(20) == pytest.approx(0.022, rel=0.01)
+
+    def test_outliers_are_cut_and_costs_stay_positive(self):
+        cost = RowCost(prior_share=0.01)
+        for i in range(100):
+            cost.observe(5 + i % 3, 0.01)
+        cost.observe(5, 30.0)
+        assert cost(5) < 0.012
+        start, slope = cost.line()
+        assert start >= 0 and slope >= 0
+
+    def test_arrays(self):
+        cost = RowCost(0.01)
+        cost.observe(4, 1.0)
+        assert cost(np.array([1, 2])).shape == (2,)
+
+
+def play(libra, rounds, *, accept, confidence, slope, draft_slope, bs=1, depth=24, base=1.0):
+    """Run rounds against a made-up machine and text; returns (tokens, seconds, last width)."""
+    requests = [f"r{i}" for i in range(bs)]
+    tokens = seconds = 0.0
+    width = 0
+    for _ in range(rounds):
+        width = libra.first_draft(requests, depth)
+        q = np.tile(confidence[:width], (bs, 1))
+        lengths = libra.decide(q, np.full(bs, depth)) if width else np.zeros(bs, dtype=int)
+        taken = np.minimum(accept, lengths)
+        verify_rows, draft_rows = int(bs + lengths.sum()), bs * (width + 1) if width else 0
+        draft_time = 0.4 * base + draft_slope * draft_rows if width else 0.0
+        verify_time = base + slope * verify_rows
+        libra.learn(requests, q, lengths, taken)
+        libra.learn_times(draft_rows, draft_time, verify_rows, verify_time)
+        libra.learn_elsewhere(0.2)
+        tokens += float((1 + taken).sum())
+        seconds += 0.2 + draft_time + verify_time
+    return tokens, seconds, width
+
+
+class TestLibra:
+    def test_predictable_text_is_drafted_wide(self):
+        libra = Libra(block_size=15, max_length=24)
+        tokens, seconds, width = play(
+            libra, 200, accept=24, confidence=np.full(24, 0.99), slope=0.005, draft_slope=0.002
+        )
+        assert width == 24
+        assert tokens / seconds > 10 * (1 / 1.2)
+
+    def test_hopeless_text_is_decoded_plainly_and_probed_rarely(self):
+        libra = Libra(block_size=15, max_length=24)
+        play(libra, 200, accept=0, confidence=np.full(24, 0.02), slope=0.05, draft_slope=0.02)
+        tokens, seconds, _ = play(
+            libra, 400, accept=0, confidence=np.full(24, 0.02), slope=0.05, draft_slope=0.02
+        )
+        plain = 1 / (0.2 + 1.0 + 0.05)
+        assert tokens / seconds > 0.98 * plain  # never below plain decoding by more than 2 %
+
+    def test_it_returns_to_drafting_when_text_becomes_predictable(self):
+        libra = Libra(block_size=15, max_length=24)
+        play(libra, 300, accept=0, confidence=np.full(24, 0.02), slope=0.05, draft_slope=0.02)
+        *_, width = play(
+            libra, 300, accept=24, confidence=np.full(24, 0.99), slope=0.005, draft_slope=0.002
+        )
+        assert width >= 15
+
+    def test_dear_verification_at_load_shortens(self):
+        confidence = np.full(24, 0.8)
+        lengths = {}
+        for bs in (1, 32):
+            libra = Libra(block_size=15, max_length=24)
+            play(libra, 200, accept=4, confidence=confidence, slope=0.02, draft_slope=0.002, bs=bs)
+            q = np.tile(confidence, (bs, 1))
+            lengths[bs] = libra.decide(q, np.full(bs, 24)).mean()
+        assert lengths[32] < lengths[1]
+
+    def test_within_two_percent_of_the_best_static_width_on_steady_text(self):
+        """On text that never changes, no static length is better."""
+        for accept, slope, draft_slope in ((3, 0.02, 0.01), (8, 0.01, 0.01), (1, 0.08, 0.03)):
+            confidence = np.where(np.arange(24) < accept, 0.97, 0.05)
+            libra = Libra(block_size=15, max_length=24)
+            play(
+                libra,
+                200,
+                accept=accept,
+                confidence=confidence,
+                slope=slope,
+                draft_slope=draft_slope,
+            )
+            tokens, seconds, _ = play(
+                libra,
+                200,
+                accept=accept,
+                confidence=confidence,
+                slope=slope,
+                draft_slope=draft_slope,
+            )
+            static = max(
+                (1 + min(accept, d))
+                / (0.2 + (0.4 + draft_slope * (d + 1) if d else 0) + 1 + slope * (1 + d))
+                for d in range(25)
+            )
+            assert tokens / seconds > 0.98 * static
+
+    def test_memory_of_requests_is_bounded(self):
+        from libraspec_sglang.controller import libra as module
+
+        libra = Libra(block_size=3, max_length=4)
+        for i in range(module.REQUESTS_REMEMBERED + 50):
+            libra.learn([f"r{i}"], np.array([[0.5, 0.5]]), np.array([2]), np.array([1]))
+        assert len(libra._own) == module.REQUESTS_REMEMBERED
+
+    def test_caps_bound_the_draft(self):
+        libra = Libra(block_size=15, max_length=24)
+        assert libra.first_draft(["a"], 3) == 3
+        assert libra.first_draft(["a"], 0) == 0
