@@ -21,6 +21,7 @@ CPU = (
     "cpu_dflash_device",
     "cpu_dflash_rope",
     "cpu_input_embeds_dtype",
+    "cpu_seeded_sampling",
     "cpu_call_counters",
 )
 """Patches of the CPU runtime, in the order they must be applied."""

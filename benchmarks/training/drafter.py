@@ -187,6 +187,7 @@ class Drafter(nn.Module):
         state["fc.weight"] /= self.feature_rms
         tensors = {k: v.to(torch.bfloat16).contiguous() for k, v in state.items()}
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "model.safetensors").chmod(0o644)  # safetensors writes 0600
         (path / "config.json").write_text(json.dumps(self.cfg.to_json(), indent=1) + "\n")
 
 

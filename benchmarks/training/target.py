@@ -192,7 +192,9 @@ class CausalLM(nn.Module):
         if self.cfg.tied:
             state.pop("lm_head.weight")
         tensors = {k: v.detach().to(dtype).contiguous() for k, v in state.items()}
-        save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})
+        file = Path(path) / "model.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors writes 0600
 
     def init_weights(self) -> None:
         """Normal(0, 0.02), residual projections shrunk by the depth (GPT-2's rule)."""

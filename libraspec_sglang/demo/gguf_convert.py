@@ -160,6 +160,7 @@ def convert(source: Path, target: Path, progress: bool = False) -> None:
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     target.mkdir(parents=True, exist_ok=True)
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)  # safetensors writes 0600
     build_tokenizer(meta).save(str(target / "tokenizer.json"))
     for name, value in (
         ("config.json", config),

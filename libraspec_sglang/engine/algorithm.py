@@ -82,6 +82,12 @@ def validate(server_args) -> None:
         value = getattr(server_args, field, None)
         if value not in (None, False, 0, 1, "null"):
             raise OptionError(f"LIBRASPEC does not support {flag} ({value}): {why}")
+    backend = server_args.prefill_attention_backend or server_args.attention_backend
+    if server_args.device == "cpu" and backend not in (None, "flashinfer"):
+        raise OptionError(
+            f"--attention-backend {backend} cannot verify drafts on a CPU; leave it out or pass "
+            "--attention-backend flashinfer"
+        )
     if server_args.enable_dp_attention:
         raise OptionError(
             "LIBRASPEC does not support --enable-dp-attention; use --dp-size replicas"

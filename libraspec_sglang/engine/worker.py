@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -98,12 +99,14 @@ class LibraSpecWorker(DFlashWorkerV2):
                 f"request rows hold {row_width} slots, but a context of {self._context_len} and a "
                 f"round of {self._window_width} need more; lower --libraspec-max-length"
             )
-        self._full_rows = self.model_runner.decode_cuda_graph_runner is not None
+        graphs = self.model_runner.decode_cuda_graph_runner is not None
+        flashinfer = isinstance(self.model_runner.attn_backend, FlashInferAttnBackend)
+        self._full_rows = graphs or not flashinfer
         if self._full_rows:
             logger.warning(
-                "LibraSpec: SGLang's FlashInfer backend has no CUDA graph for ragged verification, "
-                "so every request verifies the whole window of %d tokens; pass "
-                "--disable-cuda-graph to verify the decided lengths instead.",
+                "LibraSpec: ragged verification needs FlashInfer without CUDA graphs in this "
+                "version, so every request verifies the whole window of %d tokens; pass "
+                "--attention-backend flashinfer --disable-cuda-graph to verify decided lengths.",
                 self._window_width,
             )
         self._say_what_is_active()
@@ -429,7 +432,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._window_width,
             self._draft_vocabulary or "all",
             type(self.model_runner.attn_backend).__name__,
-            "whole window (CUDA graph)" if self._full_rows else "ragged",
+            "whole window" if self._full_rows else "ragged",
             self.device,
         )
 

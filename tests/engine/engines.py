@@ -32,6 +32,7 @@ def engine(
         "max_total_tokens": 24000,
         "max_running_requests": 16,
         "disable_overlap_schedule": True,
+        "log_level": "info",
         **arguments,
     }
     if algorithm is not None:

@@ -115,23 +115,23 @@ def test_bad_request_options_refuse_the_request_only(default_engine, plain, prom
     assert answers[1]["output_ids"] == plain["outputs"][0]
 
 
-def test_context_limit_finishes_with_length(default_engine):
-    """A prompt near the limit: the answer ends at the context, the server goes on."""
-    prompt = (b"for i in range(10):\n    print(i)\n" * 130)[: 4096 - 40]
+def test_an_answer_that_fills_the_context(default_engine):
+    """Lengths are clipped at the end of the context; what cannot fit is refused; service goes on."""
+    prompt = list((b"for i in range(10):\n    print(i)\n" * 130)[: 4096 - 40])
+    sampling = {"temperature": 0, "max_new_tokens": 39, "ignore_eos": True}
+    once = {"custom_params": {"libraspec_max_length": 0}}  # plain decoding of the same prompt
     _, answers = default_engine.ask(
         [
-            {
-                "input_ids": list(prompt),
-                "sampling_params": {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True},
-            }
+            {"input_ids": prompt, "sampling_params": sampling},
+            {"input_ids": prompt, "sampling_params": {**sampling, **once}},
+            {"input_ids": prompt + [32] * 100, "sampling_params": {"max_new_tokens": 8}},
         ],
         concurrency=1,
     )
     assert answers[0]["meta_info"]["finish_reason"]["type"] == "length"
-    assert 30 <= len(answers[0]["output_ids"]) <= 40
-    too_long = {"input_ids": list(prompt) + [32] * 100, "sampling_params": {"max_new_tokens": 8}}
-    _, answers = default_engine.ask([too_long], concurrency=1)
-    assert "context" in str(answers[0]).lower()
+    assert len(answers[0]["output_ids"]) == 39
+    assert answers[0]["output_ids"] == answers[1]["output_ids"]
+    assert "context length" in answers[2]["error"]
 
 
 def test_aborts_and_500_requests_leave_the_pool_whole(default_engine, plain, prompts):
@@ -211,13 +211,6 @@ def test_every_verify_width(logs, plain, prompts):
             for i, answer in enumerate(answers):
                 widths = answer["meta_info"]["spec_cap_lens_histogram"]
                 assert len(widths) - 1 <= 1 + i % 25  # never wider than the request allowed
-
-
-def test_policy_none_is_plain_decoding(logs, plain, prompts):
-    with engine(logs, "none", options={"policy": "none"}) as process:
-        batch = process.generate(prompts[:16], max_new_tokens=TOKENS, concurrency=4)
-    assert batch.outputs == plain["outputs"][:16]
-    assert sum(batch.rounds) == sum(len(o) - 1 for o in batch.outputs)
 
 
 def test_bfloat16_differs_only_at_near_ties(logs, prompts):

@@ -39,10 +39,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
     rng = np.random.default_rng(0)
     head_dim = HIDDEN // HEADS
     shapes = {
-        "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,),
-        "attn_q": (HIDDEN, HIDDEN), "attn_k": (KV_HEADS * head_dim, HIDDEN),
-        "attn_v": (KV_HEADS * head_dim, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
-        "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP),
+        "attn_norm": (HIDDEN,),
+        "ffn_norm": (HIDDEN,),
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (KV_HEADS * head_dim, HIDDEN),
+        "attn_v": (KV_HEADS * head_dim, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate": (MLP, HIDDEN),
+        "ffn_up": (MLP, HIDDEN),
+        "ffn_down": (HIDDEN, MLP),
     }
     alphabet = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
     alphabet += [chr(c) for c in range(256, 256 + 256 - len(alphabet))]
