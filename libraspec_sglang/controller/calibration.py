@@ -73,10 +73,12 @@ class Calibration:
             weight *= np.minimum(1.0, REQUEST_SHARE / np.maximum(share, 1e-9))[:, None]
         bins = _bin(np.nan_to_num(confidence, nan=0.0).clip(0.0, 1.0))
         request, position = np.nonzero(known)
-        cell = (position, bins[request, position])
-        np.add.at(self._seen, cell, weight[request, position])
-        hit = position < accepted[request]
-        np.add.at(self._accepted, cell, weight[request, position] * hit)
+        cell = position * BINS + bins[request, position]
+        weight = weight[request, position]
+        size, shape = self._seen.size, self._seen.shape
+        self._seen += np.bincount(cell, weight, size).reshape(shape)
+        hit = weight * (position < accepted[request])
+        self._accepted += np.bincount(cell, hit, size).reshape(shape)
         self.observed += total
 
 

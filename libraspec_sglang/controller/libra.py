@@ -16,7 +16,7 @@ lengths the verification layout needs.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -26,7 +26,6 @@ from .calibration import Calibration
 from .cost import RowCost
 
 CURVES_PER_REQUEST = 4
-CURVES_SHARED = 32
 REQUESTS_REMEMBERED = 1024
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
@@ -60,8 +59,8 @@ class Libra:
         self.elsewhere = 0.0
         self._widths = np.arange(max_length + 1)
         self._width = min(block_size, max_length)
-        self._shared = _Memory(CURVES_SHARED, np.full(max_length, UNSEEN))
-        self._own: OrderedDict[Hashable, _Memory] = OrderedDict()
+        self._memory = _Memory(max_length)
+        self._chance: np.ndarray | None = None
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in = EXPLORE_EVERY
 
@@ -74,7 +73,7 @@ class Libra:
             requests: keys of the requests in the batch, one use per request (never reused).
             cap: the longest length any of them may verify.
         """
-        if not self._shared.curves or not self.verify_cost.known:
+        if not self.verify_cost.known:
             return min(self._width, cap)
         best = self._best_width(requests)
         return min(self._explored(best) if best else self._probed(), cap)
@@ -112,13 +111,13 @@ class Libra:
         """
         bs, depth = confidence.shape
         spent = self.elsewhere + float(self.draft_cost(bs * (depth + 1)))
-        return allocate(self.calibration.survival(confidence), self.verify_cost, caps, spent)
+        self._chance = self.calibration.probability(confidence)
+        return allocate(np.cumprod(self._chance, axis=1), self.verify_cost, caps, spent)
 
     def _best_width(self, requests: Sequence[Hashable]) -> int:
         """The width with the best expected rate over recent survival curves."""
         bs = len(requests)
-        curves = [c for r in requests for c in self._own.get(r, self._shared).curves]
-        survival = np.stack(curves)  # [n, D]
+        survival = self._memory.curves_of(requests)  # [n, D]
         start, slope = self.verify_cost.line()
         plain = bs / (self.elsewhere + start + slope * bs)
         # A token is verified when its survival pays for its row at the current rate. Two passes
@@ -154,18 +153,11 @@ class Libra:
         """
         if not confidence.shape[1]:
             return
-        chance = self.calibration.probability(confidence)
+        chance, self._chance = self._chance, None
+        if chance is None:  # lengths were not ours to decide this round
+            chance = self.calibration.probability(confidence)
         self.calibration.update(confidence, verified, accepted)
-        for request, row in zip(requests, chance, strict=True):
-            own = self._own.get(request)
-            if own is None:
-                own = _Memory(CURVES_PER_REQUEST, self._shared.beyond.copy())
-                self._own[request] = own
-                if len(self._own) > REQUESTS_REMEMBERED:
-                    self._own.popitem(last=False)
-            curve = own.take(row, OWN_PACE)
-            self._shared.take(row, SHARED_PACE)
-            self._shared.curves[-1] = curve
+        self._memory.take(requests, chance)
 
     def learn_times(
         self, draft_rows: int, draft_seconds: float, verify_rows: int, verify_seconds: float
@@ -183,21 +175,57 @@ class Libra:
 
 
 class _Memory:
-    """Recent survival curves to full depth, and the chances used beyond what was drafted."""
+    """Recent survival curves of each request, to full depth.
 
-    def __init__(self, size: int, beyond: np.ndarray) -> None:
-        self.curves: deque[np.ndarray] = deque(maxlen=size)
-        self.beyond = beyond
-        """[D] chance that position d is accepted when all before it are, by deeper drafts."""
+    A curve is what a draft's calibrated chances multiply to; beyond the draft it goes on with the
+    chances that deeper drafts of the same request showed. Requests are rows of dense arrays, so a
+    round costs a fixed number of array operations whatever its batch size.
+    """
 
-    def take(self, chance: np.ndarray, pace: float) -> np.ndarray:
-        """Add a draft's calibrated chances [D'], D' <= D; returns its curve [D].
+    def __init__(self, depth: int) -> None:
+        self._row: OrderedDict[Hashable, int] = OrderedDict()
+        self._beyond = np.full((REQUESTS_REMEMBERED, depth), UNSEEN)
+        """Chance that position d is accepted when all before it are."""
+        self._curves = np.zeros((REQUESTS_REMEMBERED, CURVES_PER_REQUEST, depth))
+        self._next = np.zeros(REQUESTS_REMEMBERED, dtype=np.int64)
+        self._typical = np.full(depth, UNSEEN)  # what a new request starts from
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def curves_of(self, requests: Sequence[Hashable]) -> np.ndarray:
+        """[n, D] the latest curves of these requests."""
+        depth = self._typical.shape[0]
+        return self._curves[self._rows(requests)].reshape(-1, depth)
+
+    def take(self, requests: Sequence[Hashable], chance: np.ndarray) -> None:
+        """Add a draft: calibrated chances [bs, D'], D' <= D.
 
         A position teaches in the measure that it was likely to be reached.
         """
-        depth = chance.shape[0]
-        curve = np.cumprod(np.concatenate([chance, self.beyond[depth:]]))
-        reached = np.concatenate(([1.0], curve[: depth - 1]))
-        self.beyond[:depth] += pace * reached * (chance - self.beyond[:depth])
-        self.curves.append(curve)
-        return curve
+        rows, depth = self._rows(requests), chance.shape[1]
+        beyond = self._beyond[rows]
+        curves = np.cumprod(np.concatenate([chance, beyond[:, depth:]], axis=1), axis=1)
+        reached = np.ones_like(chance)
+        reached[:, 1:] = curves[:, : depth - 1]
+        beyond[:, :depth] += OWN_PACE * reached * (chance - beyond[:, :depth])
+        self._beyond[rows] = beyond
+        self._curves[rows, self._next[rows]] = curves
+        self._next[rows] = (self._next[rows] + 1) % CURVES_PER_REQUEST
+        typical = self._typical[:depth]
+        typical += SHARED_PACE * (reached * (chance - typical)).mean(axis=0)
+
+    def _rows(self, requests: Sequence[Hashable]) -> np.ndarray:
+        return np.fromiter(map(self._place, requests), dtype=np.int64, count=len(requests))
+
+    def _place(self, request: Hashable) -> int:
+        row = self._row.get(request)
+        if row is None:
+            if len(self._row) < REQUESTS_REMEMBERED:
+                row = len(self._row)
+            else:
+                row = self._row.popitem(last=False)[1]  # the oldest
+            self._row[request] = row
+            self._beyond[row] = self._typical
+            self._curves[row] = np.cumprod(self._typical)
+        return row

@@ -116,7 +116,7 @@ def test_bad_request_options_refuse_the_request_only(default_engine, plain, prom
 
 
 def test_an_answer_that_fills_the_context(default_engine):
-    """Lengths are clipped at the end of the context; what cannot fit is refused; service goes on."""
+    """Lengths end with the context; what cannot fit is refused; the server goes on."""
     prompt = list((b"for i in range(10):\n    print(i)\n" * 130)[: 4096 - 40])
     sampling = {"temperature": 0, "max_new_tokens": 39, "ignore_eos": True}
     once = {"custom_params": {"libraspec_max_length": 0}}  # plain decoding of the same prompt

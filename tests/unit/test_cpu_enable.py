@@ -280,3 +280,32 @@ def test_kv_indices_twin():
         token_mapping=mapping,
     )  # fmt: skip
     assert out[:2].tolist() == [0, 10]
+
+
+def test_seeded_hash_is_murmur3():
+    """Against a byte-wise MurmurHash3 written out from its definition."""
+    code = """
+import struct, torch
+import libraspec_sglang; libraspec_sglang.enable_cpu()
+import sgl_kernel
+
+def murmur3(data):
+    h, mask = 0, 0xFFFFFFFF
+    rotate = lambda x, r: ((x << r) | (x >> (32 - r))) & mask
+    for (k,) in struct.iter_unpack("<I", data):
+        k = rotate(k * 0xCC9E2D51 & mask, 15) * 0x1B873593 & mask
+        h = (rotate(h ^ k, 13) * 5 + 0xE6546B64) & mask
+    h ^= len(data)
+    h = (h ^ h >> 16) * 0x85EBCA6B & mask
+    h = (h ^ h >> 13) * 0xC2B2AE35 & mask
+    return h ^ h >> 16
+
+seeds, positions, columns = [0, 7, 2**63 + 12345], [0, 5, 4_000], [0, 1, 151_000]
+got = torch.ops.sgl_kernel.murmur_hash32_cpu(
+    torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
+)
+want = [[murmur3(struct.pack("<QII", s, p, c)) for c in columns]
+        for s, p in zip(seeds, positions)]
+assert got.dtype == torch.uint32 and got.tolist() == want, (got.tolist(), want)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

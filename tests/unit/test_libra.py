@@ -276,7 +276,7 @@ class TestLibra:
         libra = Libra(block_size=3, max_length=4)
         for i in range(module.REQUESTS_REMEMBERED + 50):
             libra.learn([f"r{i}"], np.array([[0.5, 0.5]]), np.array([2]), np.array([1]))
-        assert len(libra._own) == module.REQUESTS_REMEMBERED
+        assert len(libra._memory) == module.REQUESTS_REMEMBERED
 
     def test_caps_bound_the_draft(self):
         libra = Libra(block_size=15, max_length=24)

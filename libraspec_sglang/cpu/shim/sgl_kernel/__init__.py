@@ -237,3 +237,45 @@ def verify_tree_greedy_cpu(
             accept_index[row, accepted] = at
         accept_token_num[row] = accepted
         predicts[at] = target[at]
+
+
+_LOW = 0xFFFFFFFF
+
+
+def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _LOW
+
+
+def _mix(h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    k = (_rotate((k * 0xCC9E2D51) & _LOW, 15) * 0x1B873593) & _LOW
+    return (_rotate(h ^ k, 13) * 5 + 0xE6546B64) & _LOW
+
+
+def murmur_hash32_cpu(
+    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
+) -> torch.Tensor:
+    """MurmurHash3 (x86, 32 bit) of seed (8 bytes), position and column (4 bytes each).
+
+    seed uint64 [n], positions [n], col_indices [m] -> uint32 [n, m]. SGLang draws seeded samples
+    from it. Everything is 32-bit arithmetic in the low half of int64.
+    """
+    seed = seed.to(torch.int64)
+    h = _mix(torch.zeros_like(seed), seed & _LOW)
+    h = _mix(h, (seed >> 32) & _LOW)
+    h = _mix(h, positions.to(torch.int64) & _LOW)
+    h = _mix(h[:, None], (col_indices.to(torch.int64) & _LOW)[None])
+    h = h ^ 16
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _LOW
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _LOW
+    return (h ^ (h >> 16)).to(torch.uint32)
+
+
+_ops = torch.library.Library("sgl_kernel", "FRAGMENT")
+_ops.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+_ops.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+torch.library.register_fake(
+    "sgl_kernel::murmur_hash32_cpu",
+    lambda seed, positions, cols: seed.new_empty(
+        (seed.shape[0], cols.shape[0]), dtype=torch.uint32
+    ),
+)
