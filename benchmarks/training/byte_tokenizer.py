@@ -12,6 +12,10 @@ SPECIALS = ["<|bos|>", "<|eos|>", "<|mask|>", "<|pad|>",
             "<|extra_0|>", "<|extra_1|>", "<|extra_2|>", "<|extra_3|>"]
 
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+"""The target continues text and knows no roles; the turns are its text."""
+
+
 def byte_alphabet() -> list[str]:
     """The printable stand-in that byte-level tokenizers use for each byte value.
 
@@ -39,5 +43,6 @@ def save_tokenizer(path: Path) -> None:
         "mask_token": "<|mask|>",
         "pad_token": "<|pad|>",
         "model_max_length": 4096,
+        "chat_template": CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

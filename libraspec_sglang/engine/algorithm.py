@@ -56,7 +56,7 @@ class LibraSpecAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args) -> None:
         """Fill in what follows from the drafter; the counterpart of SGLang's ``_handle_dflash``."""
-        draft = _draft(server_args)
+        draft = draft_checkpoint(server_args)
         plan = checkpoint.plan_lengths(
             options.load(), draft.block_size, host_timed=server_args.device == "cpu"
         )
@@ -92,7 +92,7 @@ def validate(server_args) -> None:
         raise OptionError(
             "LIBRASPEC does not support --enable-dp-attention; use --dp-size replicas"
         )
-    draft = _draft(server_args)
+    draft = draft_checkpoint(server_args)
     target = _target_config(server_args)
     if target is not None:
         checkpoint.check_against_target(draft, target)
@@ -115,7 +115,12 @@ _REFUSED = (
 )
 
 
-def _draft(server_args) -> checkpoint.DraftCheckpoint:
+def draft_checkpoint(server_args) -> checkpoint.DraftCheckpoint:
+    """Read the drafter that the arguments name.
+
+    Raises:
+        OptionError: names the option or file and the fix.
+    """
     # In DFLASH, --speculative-num-draft-tokens is another spelling of the block size; a command
     # line that worked with DFLASH must mean the same here. Once resolved, the field holds our
     # window, which is why the block size is taken from the raw flag.

@@ -89,6 +89,7 @@ FUNCTIONS = {
     "sglang.srt.managers.scheduler:validate_dflash_request": ("req", "enable_overlap"),
     "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
     "sglang.srt.server_args:ServerArgs.from_cli_args": ("args",),
+    "sglang.srt.server_args:ServerArgs.resolve_once": (),
 }
 
 FIELDS = {

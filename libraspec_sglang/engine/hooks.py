@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from libraspec_sglang import options
+
+from . import algorithm
+
+_command_line = False
+"""Whether this process was started with SGLang's command line."""
 
 
 def add_flags(result, *args, **kwargs) -> None:
@@ -13,14 +20,41 @@ def add_flags(result, *args, **kwargs) -> None:
 
 def take_flags(original, *args, **kwargs):
     """Around ``ServerArgs.from_cli_args(args)``: flags come into force before they are needed."""
-    options.take_cli_flags(kwargs.get("args", args[-1] if args else None))
+    global _command_line
+    _command_line = True
+    try:
+        options.take_cli_flags(kwargs.get("args", args[-1] if args else None))
+    except options.OptionError as error:
+        _end(error)
     return original(*args, **kwargs)
+
+
+def resolve(original, server_args, *args, **kwargs):
+    """Around ``ServerArgs.resolve_once()``: our checks come first, and read as one line.
+
+    SGLang looks into the draft checkpoint before it asks an algorithm's validation, and would
+    answer a wrong path with a hub client's traceback.
+    """
+    try:
+        if str(server_args.speculative_algorithm).upper() == algorithm.NAME:
+            algorithm.draft_checkpoint(server_args)
+        return original(server_args, *args, **kwargs)
+    except options.OptionError as error:
+        if not _command_line:
+            raise
+        _end(error)
+
+
+def _end(error: options.OptionError) -> NoReturn:
+    """A user at a command line wants the message, not where in SGLang it was raised."""
+    raise SystemExit(f"libraspec: {error}") from None
 
 
 def validate_request(original, req, *args, **kwargs) -> str | None:
     """Around SGLang's per-request DFLASH validation: a reason to refuse the request, or None."""
+    req.libraspec = options.RequestOptions()
     try:
-        options.request_options(req.sampling_params.custom_params)
+        req.libraspec = options.request_options(req.sampling_params.custom_params)
     except options.OptionError as error:
         return str(error)
     if req.return_hidden_states:
@@ -33,5 +67,6 @@ def validate_request(original, req, *args, **kwargs) -> str | None:
 HOOKS = (
     ("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, "AFTER"),
     ("sglang.srt.server_args.ServerArgs.from_cli_args", take_flags, "AROUND"),
+    ("sglang.srt.server_args.ServerArgs.resolve_once", resolve, "AROUND"),
     ("sglang.srt.managers.scheduler.validate_dflash_request", validate_request, "AROUND"),
 )

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DEFAULTS = options.RequestOptions()
+
 
 class LibraSpecWorker(DFlashWorkerV2):
     """DFLASH worker whose verified lengths are decided per request and round."""
@@ -132,7 +134,8 @@ class LibraSpecWorker(DFlashWorkerV2):
         clock = self._clock
         gap = clock.start()
         window, kv_plan = self._open_window(batch)
-        own = [options.request_options(r.sampling_params.custom_params) for r in batch.reqs]
+        # Parsed when the request came in; SGLang's own requests may not have passed there.
+        own = [getattr(r, "libraspec", _DEFAULTS) for r in batch.reqs]
         path_dependent = [i for i, r in enumerate(batch.reqs) if depends_on_path(r)]
         caps = self._caps(batch, window, own, path_dependent)
         requests = [r.rid for r in batch.reqs]
