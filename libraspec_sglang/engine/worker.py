@@ -108,7 +108,8 @@ class LibraSpecWorker(DFlashWorkerV2):
             logger.warning(
                 "LibraSpec: ragged verification needs FlashInfer without CUDA graphs in this "
                 "version, so every request verifies the whole window of %d tokens; pass "
-                "--attention-backend flashinfer --disable-cuda-graph to verify decided lengths.",
+                "--attention-backend flashinfer --cuda-graph-backend-decode disabled to verify "
+                "the decided lengths.",
                 self._window_width,
             )
         self._say_what_is_active()

@@ -149,7 +149,8 @@ def test_n_and_logprobs(client):
 
 
 def test_metrics(server):
-    server.generate(max_new_tokens=400, ignore_eos=True)
+    # Sampled, so that it does not fall into a loop: the gauges are renewed every 40 rounds.
+    server.generate(max_new_tokens=600, temperature=0.8, ignore_eos=True)
     time.sleep(1.5)
     text = requests.get(f"{server.url}/metrics", timeout=30).text
     values = dict(re.findall(r"^(sglang:\w+)\{[^}]*\} ([\d.e+-]+)$", text, re.M))
