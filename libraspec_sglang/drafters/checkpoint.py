@@ -73,13 +73,17 @@ class LengthPlan:
         )
 
 
-def plan_lengths(options: Options, block_size: int, *, host_timed: bool) -> LengthPlan:
+def plan_lengths(
+    options: Options, block_size: int, *, host_timed: bool, ragged: bool = True
+) -> LengthPlan:
     """Resolve the options' defaults.
 
     Args:
         options: as given.
         block_size: the checkpoint's, anchor included.
         host_timed: whether a round's parts can be timed with the host's clock (a CPU device).
+        ragged: whether decided lengths are verified as they are. Where whole windows are verified
+            instead, the default window is the block, which costs what DFLASH costs.
 
     Raises:
         OptionError: ``libra`` where it cannot measure.
@@ -95,7 +99,7 @@ def plan_lengths(options: Options, block_size: int, *, host_timed: bool) -> Leng
     static = block_size - 1 if options.static_length is None else options.static_length
     most = options.max_length
     if most is None:
-        most = max(1, block_size * 3 // 2)
+        most = max(1, block_size * 3 // 2 if ragged else block_size - 1)
     longest = {"static": max(1, static), "none": 1}.get(name, most)
     return LengthPlan(
         policy_name=name,

@@ -58,7 +58,10 @@ class LibraSpecAlgorithm(CustomSpecAlgo):
         """Fill in what follows from the drafter; the counterpart of SGLang's ``_handle_dflash``."""
         draft = draft_checkpoint(server_args)
         plan = checkpoint.plan_lengths(
-            options.load(), draft.block_size, host_timed=server_args.device == "cpu"
+            options.load(),
+            draft.block_size,
+            host_timed=server_args.device == "cpu",
+            ragged=_verifies_ragged(server_args),
         )
         server_args.speculative_dflash_block_size = draft.block_size
         server_args.speculative_num_steps = 1
@@ -156,6 +159,13 @@ def _target_config(server_args) -> dict | None:
         logger.debug("LibraSpec: target configuration not read: %s", error)
         return None
     return config.get_text_config().to_dict()
+
+
+def _verifies_ragged(server_args) -> bool:
+    """Whether rounds will verify decided lengths: FlashInfer, outside CUDA graphs."""
+    backend = server_args.prefill_attention_backend or server_args.attention_backend
+    eager = server_args.cuda_graph_backend_decode == "disabled" or server_args.disable_cuda_graph
+    return server_args.device == "cpu" or (backend == "flashinfer" and bool(eager))
 
 
 def _draft_backend(server_args) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,11 +55,12 @@ class LibraSpecWorker(DFlashWorkerV2):
             get_spec().speculative_draft_model_path,
             block_size=get_spec().speculative_dflash_block_size,
         )
-        self._lengths = checkpoint.plan_lengths(
+        self._window_width = self.block_size  # as the algorithm resolved it, for this server
+        planned = checkpoint.plan_lengths(
             self._options, draft.block_size, host_timed=str(self.device) == "cpu"
         )
+        self._lengths = replace(planned, max_length=min(planned.max_length, self._window_width - 1))
         self._policy = self._lengths.policy()
-        self._window_width = self.block_size
         self._context_len = int(self.model_runner.model_config.context_len)
         self._tp_group = get_parallel().tp_group
         target_model = target_worker.model_runner.model

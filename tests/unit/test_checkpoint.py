@@ -129,6 +129,8 @@ def test_length_plans():
     plan = checkpoint.plan_lengths(Options(policy="static"), 8, host_timed=True)
     assert (plan.static_length, plan.window) == (7, 8)
     assert checkpoint.plan_lengths(Options(policy="none"), 8, host_timed=True).window == 2
+    # Where whole windows are verified, the default costs no more than DFLASH.
+    assert checkpoint.plan_lengths(Options(), 16, host_timed=False, ragged=False).window == 16
     plan = checkpoint.plan_lengths(Options(max_length=3), 16, host_timed=True)
     assert plan.window == 4
     with pytest.raises(OptionError, match="--libraspec-policy libra"):
