@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
+EVERYWHERE = ("request_row_width",)
+"""Patches that LIBRASPEC needs on any device."""
+
 CPU = (
     "cpu_record_stream",
     "cpu_flashinfer_modules",

@@ -39,6 +39,8 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    from libraspec_sglang import patches
+
     from . import algorithm, hooks
 
     @SpeculativeAlgorithm.register(
@@ -54,6 +56,7 @@ def _register() -> None:
 
     for target, hook, kind in hooks.HOOKS:
         HookRegistry.register(target, hook, HookType[kind])
+    patches.apply_all(patches.EVERYWHERE)
 
 
 def _register_refusal(reason: str) -> None:

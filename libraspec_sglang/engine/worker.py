@@ -98,10 +98,11 @@ class LibraSpecWorker(DFlashWorkerV2):
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
         row_width = int(self.model_runner.req_to_token_pool.req_to_token.shape[1])
-        if row_width < self._context_len + self._window_width:
+        needed = self._context_len + 2 * self._window_width
+        if row_width < needed:
             raise RuntimeError(
-                f"request rows hold {row_width} slots, but a context of {self._context_len} and a "
-                f"round of {self._window_width} need more; lower --libraspec-max-length"
+                f"request rows hold {row_width} slots, but a context of {self._context_len} and "
+                f"the reservation of a round need {needed}; lower --libraspec-max-length"
             )
         graphs = self.model_runner.decode_cuda_graph_runner is not None
         flashinfer = isinstance(self.model_runner.attn_backend, FlashInferAttnBackend)
