@@ -178,7 +178,7 @@ def compare(
             engine.wait_ready()
             engine.generate(ids[:1], max_new_tokens=8, concurrency=1)  # warm-up, not counted
             engines.append(engine)
-        tallies = _take_turns(engines, ids, concurrencies, max_new_tokens, slices, quiet)
+        tallies = take_turns(engines, ids, concurrencies, max_new_tokens, slices, quiet)
     reference = tallies[("plain", concurrencies[0])].outputs
     return {
         "outputs_identical": all(t.outputs == reference for t in tallies.values()),
@@ -186,7 +186,8 @@ def compare(
     }
 
 
-def _take_turns(engines, ids, concurrencies, max_new_tokens, slices, quiet):
+def take_turns(engines, ids, concurrencies, max_new_tokens, slices, quiet):
+    """Sums per (engine name, concurrency); engines alternate over slices of the prompts."""
     tallies: dict[tuple[str, int], Tally] = {}
     total = len(ids) * len(concurrencies) * len(engines)
     with tqdm(total=total, desc="answering", unit="prompt", disable=quiet, file=sys.stderr) as bar:
