@@ -2,9 +2,9 @@
 
     python benchmarks/extension.py --pair test --json
 
-Policy `libraspec` (the paper's rule) with `--libraspec-extension wide` and `block`, at the alphas
-given, on the prompts that ship; engines take turns in one run. A further block is conditioned on the
-drafted tokens, which should make it better, and costs a second pass, which a wide block does not.
+Policy `libraspec` (the paper's rule) with `--libraspec-extension wide` and `block`, at the given
+alphas, on the prompts that ship; engines take turns in one run. A further block is conditioned on
+the drafted tokens, which should make it better, and costs a second pass, which a wide one does not.
 """
 
 from __future__ import annotations
