@@ -145,6 +145,8 @@ def _serve(arguments: list[str]) -> int:
     if "--pair" in given:
         pair, arguments = _take_pair(arguments)
     named = given & {"--model-path", "--model", "--config"}
+    if named and "--pair" in given:
+        raise options.OptionError(f"--pair and {', '.join(sorted(named))} both name a model")
     if not named and not given & {"-h", "--help"}:
         from .demo.pairs import resolve
 

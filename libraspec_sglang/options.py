@@ -25,6 +25,7 @@ ENV_PREFIX = "LIBRASPEC_"
 FLAG_PREFIX = "--libraspec-"
 REQUEST_PREFIX = "libraspec_"
 
+MAX_ALPHA = 1e6  # verifies everything long before
 PolicyName = Literal["auto", "libra", "libraspec", "static", "none"]
 ExtensionName = Literal["wide", "block"]
 
@@ -49,6 +50,7 @@ class Options(BaseModel):
     alpha: float = Field(
         2.2,
         gt=0,
+        le=MAX_ALPHA,
         allow_inf_nan=False,
         description="T / (tau * c) of policy 'libraspec': how much one expected accepted token is "
         "worth in verified tokens. Larger verifies more. The paper uses 2.2 for DFlash; 1.6 to "
@@ -88,7 +90,7 @@ class RequestOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_length: int | None = Field(None, ge=0, le=256)
-    alpha: float | None = Field(None, gt=0, allow_inf_nan=False)
+    alpha: float | None = Field(None, gt=0, le=MAX_ALPHA, allow_inf_nan=False)
 
 
 def env_name(field: str) -> str:

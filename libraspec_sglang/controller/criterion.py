@@ -99,7 +99,8 @@ def bounds_by_length(confidences: torch.Tensor, alpha: torch.Tensor | float) -> 
     sums = run.mul_(upper).cumsum(dim=2)
     weight = torch.as_tensor(alpha, dtype=torch.float64, device=q.device).reshape(-1, 1, 1)
     start = torch.arange(1, width + 1, device=q.device)[:, None]
-    eps = (sums * weight).floor_().to(torch.int64) + start
+    # Far beyond any length, and far below what an integer holds.
+    eps = (sums * weight).clamp_(max=1e9).floor_().to(torch.int64) + start
     return eps.masked_fill_(~upper, torch.iinfo(torch.int64).max).amin(dim=1)
 
 

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from libraspec_sglang.options import OptionError
+
 logger = logging.getLogger(__name__)
 
 SHIM = Path(__file__).parent / "shim"
@@ -24,7 +26,7 @@ def wanted() -> bool:
     if choice in ("0", "1"):
         return choice == "1"
     if choice:
-        raise ValueError(f"LIBRASPEC_CPU must be 0, 1 or unset, got {choice!r}")
+        raise OptionError(f"LIBRASPEC_CPU must be 0, 1 or unset, got {choice!r}")
     import torch
 
     return not torch.cuda.is_available()

@@ -77,6 +77,8 @@ def read_prompts(path: Path, limit: int | None) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise PromptError(f"--prompts {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PromptError(f"--prompts {path}: not UTF-8 text") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -19,6 +19,7 @@ from libraspec_sglang.options import OptionError, Options
 
 ARCHITECTURE = "DFlashDraftModel"
 HOT_TOKENS = "hot_token_ids.json"
+MAX_BLOCK = 256
 DRAFT_FLAG = "--speculative-draft-model-path"
 
 
@@ -129,12 +130,14 @@ def read(path: str | None, revision: str | None = None, block_size: int | None =
     directory = _local(path, revision)
     config = _json(directory / "config.json", path)
     architectures = config.get("architectures") or []
-    if ARCHITECTURE not in architectures:
+    if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
         raise OptionError(
             f"{DRAFT_FLAG} {path}: architecture {architectures or 'missing'} is not a DFlash "
             f"drafter; expected {ARCHITECTURE} (z-lab's DFlash checkpoints)"
         )
     dflash = config.get("dflash_config") or {}
+    if not isinstance(dflash, dict):
+        raise OptionError(f"{directory / 'config.json'}: dflash_config must be an object")
     for kind in ("projector_type", "selector_rank", "conv_kernel_size"):
         if dflash.get(kind):
             raise OptionError(
@@ -147,10 +150,12 @@ def read(path: str | None, revision: str | None = None, block_size: int | None =
             "mask_token; a DFlash drafter cannot draft without its mask token, add the id it was "
             "trained with"
         )
+    _check_integers(directory / "config.json", dflash)
     trained = dflash.get("block_size", config.get("block_size"))
-    if not isinstance(trained, int) or trained < 2:
+    if not _is_integer(trained) or not 2 <= trained <= MAX_BLOCK:
         raise OptionError(
-            f"{directory / 'config.json'}: block_size {trained!r} must be an integer of at least 2"
+            f"{directory / 'config.json'}: block_size {trained!r} must be an integer in "
+            f"2..{MAX_BLOCK}"
         )
     if block_size is not None and not 2 <= block_size <= trained:
         raise OptionError(
@@ -197,7 +202,29 @@ def check_against_target(draft: DraftCheckpoint, target: dict[str, Any]) -> None
         raise OptionError(
             f"{where}: mask_token_id {mask} is outside the vocabulary 0..{vocabulary - 1}"
         )
+    hot = draft.hot_token_ids
+    if hot is not None and vocabulary is not None and hot[-1] >= vocabulary:
+        raise OptionError(
+            f"{draft.path / HOT_TOKENS}: token {hot[-1]} is outside the target's vocabulary of "
+            f"{vocabulary}"
+        )
     _check_tensors(draft)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_integers(file: Path, dflash: dict[str, Any]) -> None:
+    """mask_token_id and target_layer_ids have the types everything after relies on."""
+    mask = dflash.get("mask_token_id")
+    if mask is not None and not (_is_integer(mask) and mask >= 0):
+        raise OptionError(f"{file}: mask_token_id {mask!r} must be a token id")
+    layers = dflash.get("target_layer_ids")
+    if layers is None:
+        return
+    if not isinstance(layers, list) or not all(_is_integer(n) and n >= 0 for n in layers):
+        raise OptionError(f"{file}: target_layer_ids {layers!r} must be a list of layer numbers")
 
 
 def _check_tensors(draft: DraftCheckpoint) -> None:
@@ -208,10 +235,10 @@ def _check_tensors(draft: DraftCheckpoint) -> None:
         raise OptionError(f"{draft.path}: no *.safetensors weights; the checkpoint is incomplete")
     names = {name.removeprefix("model.") for file in files for name in _tensor_names(file)}
     layers = int(draft.config.get("num_hidden_layers", 0))
-    parts = ("input_layernorm", "post_attention_layernorm", "self_attn.o_proj", "mlp.down_proj")
-    needed = ["fc", "hidden_norm", "norm"]
-    needed += [f"layers.{i}.{part}" for i in range(layers) for part in parts]
-    missing = [n for n in needed if not any(have.startswith(n + ".") for have in names)]
+    have = {name.rpartition(".")[0] for name in names}
+    needed = [("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc"), ("norm",)]
+    needed += [tuple(f"layers.{i}.{n}" for n in names) for i in range(layers) for names in _PARTS]
+    missing = [names[0] for names in needed if not have & set(names)]
     if missing:
         raise OptionError(
             f"{draft.path}: missing tensors {', '.join(missing[:4])}"
@@ -220,11 +247,29 @@ def _check_tensors(draft: DraftCheckpoint) -> None:
         )
 
 
+_PARTS = (
+    ("input_layernorm",),
+    ("post_attention_layernorm",),
+    ("self_attn.q_proj", "self_attn.qkv_proj"),
+    ("self_attn.k_proj", "self_attn.qkv_proj"),
+    ("self_attn.v_proj", "self_attn.qkv_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.gate_up_proj"),
+    ("mlp.up_proj", "mlp.gate_up_proj"),
+    ("mlp.down_proj",),
+)
+"""What every layer has, under its own or a fused name."""
+
+
 def _tensor_names(file: Path) -> list[str]:
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
+            if size > file.stat().st_size - 8:
+                raise ValueError("its header is longer than the file; a git-lfs pointer?")
             header = json.loads(stream.read(size))
+            if not isinstance(header, dict):
+                raise ValueError("its header is not an object")
     except (OSError, ValueError, struct.error) as error:
         raise OptionError(f"{file}: not a readable safetensors file ({error})") from None
     return [name for name in header if name != "__metadata__"]
@@ -239,7 +284,6 @@ def _local(path: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # Weights are SGLang's to fetch; the header checks need them only if they are there.
         return Path(snapshot_download(path, revision=revision))
     except Exception as error:
         raise OptionError(
@@ -249,17 +293,23 @@ def _local(path: str, revision: str | None) -> Path:
 
 def _json(file: Path, given: str) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise OptionError(f"{DRAFT_FLAG} {given}: no config.json in {file.parent}") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise OptionError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise OptionError(f"{file}: must be a JSON object")
+    return config
 
 
 def _hot_tokens(file: Path) -> list[int] | None:
     if not file.exists():
         return None
-    ids = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(ids, list) or not ids or not all(_is_integer(i) and i >= 0 for i in ids):
         raise OptionError(f"{file}: must be a non-empty list of token ids")
     return sorted(set(ids))

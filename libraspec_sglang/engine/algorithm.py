@@ -6,6 +6,7 @@ import json
 import logging
 
 from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.runtime_context import attn_dp_enabled_of
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from libraspec_sglang import options
@@ -81,9 +82,9 @@ def validate(server_args) -> None:
     """
     contract.require()
     options.load()
-    for field, flag, why in _REFUSED:
+    for field, flag, unset, why in _REFUSED:
         value = getattr(server_args, field, None)
-        if value not in (None, False, 0, 1, "null"):
+        if value is not None and value != unset:
             raise OptionError(f"LIBRASPEC does not support {flag} ({value}): {why}")
     backend = server_args.prefill_attention_backend or server_args.attention_backend
     if server_args.device == "cpu" and backend not in (None, "flashinfer"):
@@ -91,7 +92,7 @@ def validate(server_args) -> None:
             f"--attention-backend {backend} cannot verify drafts on a CPU; leave it out or pass "
             "--attention-backend flashinfer"
         )
-    if server_args.enable_dp_attention:
+    if attn_dp_enabled_of(server_args):
         raise OptionError(
             "LIBRASPEC does not support --enable-dp-attention; use --dp-size replicas"
         )
@@ -102,19 +103,33 @@ def validate(server_args) -> None:
 
 
 _REFUSED = (
-    ("pp_size", "--pp-size", "the drafter reads hidden states of layers on every stage"),
+    # field, flag, value that means "not used", why
+    ("pp_size", "--pp-size", 1, "the drafter reads hidden states of layers on every stage"),
     (
         "speculative_draft_window_size",
         "--speculative-draft-window-size",
+        None,
         "leave it out; the drafter attends to the whole context",
     ),
     (
         "disaggregation_mode",
         "--disaggregation-mode",
+        "null",
         "the drafter's KV is not transferred; serve prefill and decode together",
     ),
-    ("enable_lora", "--enable-lora", "SGLang allows LoRA with its own algorithms only"),
-    ("enable_watermark", "--enable-watermark", "it changes the sampler per row; leave it out"),
+    ("enable_lora", "--enable-lora", False, "SGLang allows LoRA with its own algorithms only"),
+    (
+        "enable_watermark",
+        "--enable-watermark",
+        False,
+        "it changes the sampler per row; leave it out",
+    ),
+    (
+        "enable_mixed_chunk",
+        "--enable-mixed-chunk",
+        False,
+        "SGLang mixes prefill into decoding for its own algorithms only; leave it out",
+    ),
 )
 
 

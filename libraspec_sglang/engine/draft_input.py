@@ -9,10 +9,14 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 
 
 class LibraSpecDraftInput(DFlashDraftInputV2):
     """DFLASH's draft input, with the penalty bookkeeping that DFLASH leaves out."""
+
+    penalties: BatchedPenalizerOrchestrator | None = None
+    """The batch's penalties, None where no request has any; set anew before every round."""
 
     @classmethod
     def make(cls, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> LibraSpecDraftInput:
@@ -27,7 +31,17 @@ class LibraSpecDraftInput(DFlashDraftInputV2):
         )
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """Reserve the round's slots; count the last token towards penalties, as plain decoding."""
+        """Reserve the round's slots; remember who keeps count for penalties."""
         super().prepare_for_decode(batch)
-        if batch.sampling_info.penalizer_orchestrator.is_required:
-            batch.cumulate_penalty_output_tokens()
+        penalties = batch.sampling_info.penalizer_orchestrator
+        self.penalties = penalties if penalties.is_required else None
+
+    def count_penalties(self) -> None:
+        """Count each request's newest token, the anchor, towards its penalties.
+
+        Done at the start of a round, where the anchor is known also under overlap scheduling;
+        SGLang's own count reads the host's copy of the output, which lags a round behind there.
+        A request with penalties verifies nothing, so every one of its tokens is an anchor once.
+        """
+        if self.penalties is not None:
+            self.penalties.cumulate_output_tokens(self.bonus_tokens)

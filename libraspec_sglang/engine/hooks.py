@@ -57,6 +57,12 @@ def validate_request(original, req, *args, **kwargs) -> str | None:
         req.libraspec = options.request_options(req.sampling_params.custom_params)
     except options.OptionError as error:
         return str(error)
+    ids = req.origin_input_ids
+    if len(ids) == 0:
+        return "the prompt is empty; SGLang needs at least one token"
+    plain_ids = req.multimodal_inputs is None and req.input_embeds is None
+    if plain_ids and req.vocab_size and not 0 <= min(ids) <= max(ids) < req.vocab_size:
+        return f"input_ids must be in 0..{req.vocab_size - 1}, the target's vocabulary"
     if req.return_hidden_states:
         return "LIBRASPEC does not return hidden states; send return_hidden_states=false"
     if req.return_sampling_mask:

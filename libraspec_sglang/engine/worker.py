@@ -53,6 +53,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         self._options = options.load()
         draft = checkpoint.read(
             get_spec().speculative_draft_model_path,
+            get_spec().speculative_draft_model_revision,
             block_size=get_spec().speculative_dflash_block_size,
         )
         self._window_width = self.block_size  # as the algorithm resolved it, for this server
@@ -137,6 +138,8 @@ class LibraSpecWorker(DFlashWorkerV2):
         """Propose, decide, verify, accept, commit."""
         clock = self._clock
         gap = clock.start()
+        batch.spec_info.count_penalties()
+        penalties = batch.spec_info.penalties  # the target forward puts its own input there
         window, kv_plan = self._open_window(batch)
         # Parsed when the request came in; SGLang's own requests may not have passed there.
         own = [getattr(r, "libraspec", _DEFAULTS) for r in batch.reqs]
@@ -171,7 +174,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         logits_output.next_token_logits = logits
         clock.lap("verify")
 
-        adjust_logits(logits, batch.sampling_info, rows, path_dependent, grammar_barrier)
+        adjust_logits(logits, batch.sampling_info, rows, path_dependent, penalties, grammar_barrier)
         choices = choose(
             logits,
             batch.sampling_info,

@@ -8,9 +8,12 @@ idle.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from typing import TextIO
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 FLUSH_SECONDS = 1.0
@@ -45,11 +48,12 @@ class RoundClock:
 
 
 class TraceWriter:
-    """Appends rounds to a JSONL file."""
+    """Writes rounds to a JSONL file, begun anew; a full disk ends the trace, not the server."""
 
     def __init__(self, path: str, header: dict) -> None:
         self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 (lives as long as we)
         self._flushed = time.monotonic()
+        self._failed = False
         self._write({"libraspec_trace": VERSION, **header})
         self._file.flush()
 
@@ -84,12 +88,22 @@ class TraceWriter:
             }
         )
         now = time.monotonic()
-        if now - self._flushed > FLUSH_SECONDS:
-            self._file.flush()
+        if now - self._flushed > FLUSH_SECONDS and not self._failed:
             self._flushed = now
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._failed = True
+                logger.error("LibraSpec: the trace ends here (%s)", error)
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, row: dict) -> None:
-        self._file.write(json.dumps(row, allow_nan=True) + "\n")
+        if self._failed:
+            return
+        try:
+            self._file.write(json.dumps(row, allow_nan=True) + "\n")
+        except OSError as error:
+            self._failed = True
+            logger.error("LibraSpec: the trace ends here (%s)", error)

@@ -23,6 +23,7 @@ from .layout import VerifyRows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -44,6 +45,7 @@ def adjust_logits(
     sampling_info: SamplingBatchInfo | None,
     rows: VerifyRows,
     path_dependent: Sequence[int],
+    penalties: BatchedPenalizerOrchestrator | None,
     grammar_barrier: Callable[[], None] | None,
 ) -> None:
     """Apply bias, penalties, grammar masks and custom processors in place.
@@ -53,6 +55,7 @@ def adjust_logits(
         rows: layout of the T rows.
         path_dependent: requests of the batch for which :func:`depends_on_path` holds; each has
             one row.
+        penalties: the batch's penalties, up to date with the anchors, or None.
         grammar_barrier: brings grammars up to date with the previous round (overlap scheduling).
     """
     if sampling_info is None:
@@ -61,9 +64,15 @@ def adjust_logits(
         if grammar_barrier is not None:
             grammar_barrier()
         sampling_info.update_regex_vocab_mask()
+        # Under overlap scheduling SGLang hands over penalties summed up before the anchors were
+        # known, in place of the object that keeps count; without it, the object itself.
+        stale = sampling_info.penalizer_orchestrator is None
+        sampling_info.acc_additive_penalties = sampling_info.acc_scaling_penalties = None
         own = torch.tensor(path_dependent, device=logits.device)
         first = torch.searchsorted(rows.request, torch.arange(len(rows.lens), device=logits.device))
         anchors = logits[first]
+        if stale and penalties is not None:
+            penalties.apply(anchors)
         sampling_info.apply_logits_bias(anchors)
         sampling_info.grammar_mask = None
         if sampling_info.has_custom_logit_processor:

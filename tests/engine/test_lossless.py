@@ -171,8 +171,8 @@ def test_overlap_scheduling(logs, plain, prompts):
                 )
                 assert batch.outputs == plain["outputs"]
                 assert_speculated(batch)
-        _, answers = process.ask(_shaped(prompts)[4::6], concurrency=4)  # bias only
-        expected = plain["shaped"][4::6]
+        _, answers = process.ask(_shaped(prompts), concurrency=8)
+        expected = plain["shaped"]  # without overlap; SGLang's own count lags behind with it
         assert [a["output_ids"] for a in answers] == [e["output_ids"] for e in expected]
 
 

@@ -52,7 +52,12 @@ def test_the_shipped_pairs_pass():
         ),
         ({"architectures": None}, "architecture missing"),
         ({"dflash_mask_token_id": None, "dflash_mask_token": None}, "mask_token_id nor mask_token"),
+        ({"architectures": "DFlashDraftModelling"}, "not a DFlash drafter"),
         ({"block_size": 1}, "block_size 1 must be"),
+        ({"block_size": 100_000}, "block_size 100000 must be"),
+        ({"dflash_mask_token_id": "258"}, "mask_token_id '258' must be a token id"),
+        ({"dflash_target_layer_ids": [-1, 2]}, "must be a list of layer numbers"),
+        ({"dflash_target_layer_ids": "all"}, "must be a list of layer numbers"),
         ({"block_size": None}, "block_size None must be"),
         ({"dflash_projector_type": "domino"}, "projector_type = 'domino'.*algorithm DFLASH"),
     ],
@@ -85,6 +90,14 @@ def test_missing_tensors(draft):
     save_file(weights, draft / "model.safetensors")
     with pytest.raises(OptionError, match="missing tensors fc; the checkpoint is incomplete"):
         checkpoint.check_against_target(checkpoint.read(str(draft)), TARGET)
+    weights[name] = torch.zeros(1)
+    weights.pop(next(n for n in weights if "gate_proj" in n))
+    save_file(weights, draft / "model.safetensors")
+    with pytest.raises(OptionError, match=r"missing tensors layers.0.mlp.gate_proj"):
+        checkpoint.check_against_target(checkpoint.read(str(draft)), TARGET)
+    (draft / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
+    with pytest.raises(OptionError, match="a git-lfs pointer"):
+        checkpoint.check_against_target(checkpoint.read(str(draft)), TARGET)
     (draft / "model.safetensors").write_bytes(b"short")
     with pytest.raises(OptionError, match="not a readable safetensors file"):
         checkpoint.check_against_target(checkpoint.read(str(draft)), TARGET)
@@ -102,6 +115,9 @@ def test_paths(tmp_path):
         checkpoint.read(str(tmp_path / "nowhere"))
     with pytest.raises(OptionError, match=r"no config\.json"):
         checkpoint.read(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(OptionError, match="must be a JSON object"):
+        checkpoint.read(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(OptionError, match="not valid JSON"):
         checkpoint.read(str(tmp_path))
@@ -117,6 +133,12 @@ def test_hot_tokens(draft):
     assert checkpoint.read(str(draft)).hot_token_ids is None
     (draft / checkpoint.HOT_TOKENS).write_text("[5, 3, 3]")
     assert checkpoint.read(str(draft)).hot_token_ids == [3, 5]
+    (draft / checkpoint.HOT_TOKENS).write_text("[5, 9999]")
+    with pytest.raises(OptionError, match="token 9999 is outside the target's vocabulary"):
+        checkpoint.check_against_target(checkpoint.read(str(draft)), TARGET)
+    (draft / checkpoint.HOT_TOKENS).write_text("[5,")
+    with pytest.raises(OptionError, match="not valid JSON"):
+        checkpoint.read(str(draft))
     (draft / checkpoint.HOT_TOKENS).write_text("{}")
     with pytest.raises(OptionError, match="non-empty list of token ids"):
         checkpoint.read(str(draft))
@@ -175,3 +197,50 @@ class TestHead:
 
         with pytest.raises(ValueError, match="neither a dense weight nor"):
             build_head(Packed(), 4, None, None)
+
+
+REFUSALS = """
+import sys, json
+import libraspec_sglang; libraspec_sglang.enable_cpu()
+from sglang.srt.plugins import load_plugins; load_plugins()
+from sglang.srt.server_args import ServerArgs
+from libraspec_sglang.demo.pairs import HERE
+from libraspec_sglang.options import OptionError
+base = dict(model_path=str(HERE / "bytes-target"), speculative_algorithm="LIBRASPEC",
+            speculative_draft_model_path=str(HERE / "bytes-dflash"))
+for given in json.loads(sys.argv[1]):
+    try:
+        ServerArgs(**base, **given).resolve_once()
+        print("accepted")
+    except OptionError as error:
+        print(error)
+"""
+
+
+def test_refusals_through_sglangs_own_resolution():
+    """SGLang hands validation a view of the arguments, so only its own path proves a refusal."""
+    import subprocess
+    import sys
+
+    cases = [
+        ({}, "accepted"),
+        ({"speculative_draft_window_size": 64}, "--speculative-draft-window-size (64)"),
+        ({"enable_lora": True}, "--enable-lora (True)"),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk (True)"),
+        ({"attention_backend": "torch_native"}, "--attention-backend torch_native cannot verify"),
+        ({"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}, "--enable-dp-attention"),
+        ({"speculative_num_draft_tokens": 40}, "block-size 40: this checkpoint supports 2 to 16"),
+        ({"speculative_draft_model_path": str(HERE / "bytes-target")}, "not a DFlash drafter"),
+    ]
+    given = [g for g, _ in cases[:-1]]
+    code = REFUSALS.replace("**base, **given", "**{**base, **given}")
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([*given, cases[-1][0]])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [s for s in done.stdout.splitlines() if s]
+    for (arguments, words), line in zip(cases, lines[-len(cases) :], strict=True):
+        assert words in line, (arguments, line)

@@ -141,6 +141,11 @@ def test_bad_parameters_are_named(block, most, alpha, word):
         criterion.first_lengths(torch.ones(1, 8), alpha, block_size=block, max_length=most)
 
 
+def test_a_huge_alpha_verifies_everything():
+    q = torch.full((2, 24), 0.01)
+    assert criterion.first_lengths(q, 1e300, block_size=15, max_length=24).tolist() == [24, 24]
+
+
 def test_too_few_confidences():
     with pytest.raises(ValueError, match="need 8 confidences"):
         criterion.algorithm_one([0.5] * 4, 4, 8, 1.0)

@@ -49,6 +49,7 @@ def test_every_option_has_a_flag_and_help():
         ("alpha", "0"),
         ("alpha", "-1"),
         ("alpha", "nan"),
+        ("alpha", "1e300"),
         ("alpha", "x"),
         ("max-length", "0"),
         ("max-length", "1000"),
