@@ -48,7 +48,7 @@ def main() -> None:
                 engines.append(stack.enter_context(engine))
                 engine.wait_ready()
                 engine.generate(ids[:1], max_new_tokens=8, concurrency=1)
-        tallies = compare.take_turns(engines, ids, levels, args.max_new_tokens, 4, args.json)
+        tallies = compare.take_turns(pair, engines, ids, levels, args.max_new_tokens, 4, args.json)
     rows = [tallies[(e.name, c)].row(e.name, c) for c in levels for e in engines]
     if args.json:
         print(json.dumps({"pair": args.pair, "runs": rows}))

@@ -91,11 +91,11 @@ def measure(name: str, batches: list[int], args: argparse.Namespace) -> dict[str
             process.generate(ids[:1], max_new_tokens=8, concurrency=1)
         for batch in tqdm(batches, desc=f"{name}: batches", disable=args.json):
             turns = {
-                label: _turns(process, ids, batch, args.max_new_tokens)
+                label: _turns(process, ids, batch, args.max_new_tokens, pair)
                 for label, process in engines.items()
                 if label == "default"
             }
-            pair_turns = _paired(engines["static"], engines["dflash"], ids, batch, args)
+            pair_turns = _paired(engines["static"], engines["dflash"], ids, batch, args, pair)
             result["batches"].append({"batch": batch, **pair_turns, "default": turns["default"]})
     rounds = read_trace(trace)
     for row in result["batches"]:
@@ -107,13 +107,17 @@ def measure(name: str, batches: list[int], args: argparse.Namespace) -> dict[str
     return result
 
 
-def _turns(process: EngineProcess, ids, batch: int, tokens: int) -> dict[str, float]:
-    answered = process.generate(ids, max_new_tokens=tokens, concurrency=batch, flush=True)
+def _turns(process: EngineProcess, ids, batch: int, tokens: int, pair) -> dict[str, float]:
+    answered = process.generate(
+        ids, max_new_tokens=tokens, concurrency=batch, flush=True, ignore_eos=not pair.chat
+    )
     count = sum(len(o) for o in answered.outputs)
     return {"tokens_per_s": count / answered.seconds}
 
 
-def _paired(static: EngineProcess, dflash: EngineProcess, ids, batch: int, args) -> dict[str, Any]:
+def _paired(
+    static: EngineProcess, dflash: EngineProcess, ids, batch: int, args, pair
+) -> dict[str, Any]:
     """Seconds per round of both on the same slices, in alternating order."""
     ratios = []
     size = max(batch, 4)
@@ -127,6 +131,7 @@ def _paired(static: EngineProcess, dflash: EngineProcess, ids, batch: int, args)
                     max_new_tokens=args.max_new_tokens,
                     concurrency=batch,
                     flush=True,
+                    ignore_eos=not pair.chat,
                 )
                 seconds[process.name] = answered.seconds / sum(answered.rounds)
             ratios.append(seconds["static"] / seconds["dflash"])

@@ -194,7 +194,6 @@ def _demo(args: argparse.Namespace) -> int:
         statics=args.static or [checkpoint.read(str(pair.drafter)).block_size],
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
-        quiet=args.json,
     )
     print(json.dumps(result) if args.json else compare.table(result))
     return 0

@@ -39,6 +39,11 @@ def allocate(
     values = np.nan_to_num(np.asarray(survival, dtype=np.float64), nan=0.0).clip(0.0, 1.0)
     bs, depth = values.shape
     values = np.minimum.accumulate(values, axis=1)
+    if bs == 1:  # one request's survivals are in order as they are
+        most = depth if caps is None else min(depth, int(caps[0]))
+        gain = np.ones(most + 1)
+        gain[1:] += np.cumsum(values[0, :most])
+        return _peak(gain, np.arange(1, most + 2), cost, draft_cost).reshape(1)
     usable = values > 0.0
     if caps is not None:
         usable &= np.arange(depth) < np.asarray(caps, dtype=np.int64)[:, None]
@@ -48,9 +53,13 @@ def allocate(
     order = np.argsort(-flat, kind="stable")
     gain = bs + np.concatenate(([0.0], np.cumsum(flat[order])))
     totals = np.arange(bs, bs + gain.shape[0])
-    rate = gain / np.maximum(draft_cost + _costs(cost, totals), 1e-12)
-    taken = order[: int(np.argmax(rate))]
+    taken = order[: int(_peak(gain, totals, cost, draft_cost))]
     return np.bincount(request[taken], minlength=bs).astype(np.int64)
+
+
+def _peak(gain: np.ndarray, totals: np.ndarray, cost: Callable, draft_cost: float) -> np.int64:
+    """Index of the best rate; the first of equals."""
+    return np.argmax(gain / np.maximum(draft_cost + _costs(cost, totals), 1e-12))
 
 
 def _costs(cost: Callable, totals: np.ndarray) -> np.ndarray:

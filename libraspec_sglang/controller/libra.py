@@ -34,6 +34,8 @@ EXPLORE_EVERY, EXPLORE_BY = 16, 2.0
 A narrow draft says nothing about the positions beyond it."""
 PROBE_WIDTH = 3
 """Tokens of a trial draft."""
+WIDTH_EVERY = 3
+"""Rounds a chosen width stands, while the batch is of the same size."""
 MARGIN = 0.01
 """Expected gain in rate below which the width stays as it is."""
 UNSEEN = 0.8
@@ -63,6 +65,7 @@ class Libra:
         self._chance: np.ndarray | None = None
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in = EXPLORE_EVERY
+        self._settled = self._batch = 0
 
     # -- decisions -----------------------------------------------------------------------
 
@@ -75,7 +78,12 @@ class Libra:
         """
         if not self.verify_cost.known:
             return min(self._width, cap)
-        best = self._best_width(requests)
+        if self._settled > 0 and self._width and len(requests) == self._batch:
+            self._settled -= 1
+            best = self._width
+        else:
+            best = self._best_width(requests)
+            self._settled, self._batch = WIDTH_EVERY - 1, len(requests)
         return min(self._explored(best) if best else self._probed(), cap)
 
     def _explored(self, width: int) -> int:
@@ -110,9 +118,27 @@ class Libra:
             int64 [bs].
         """
         bs, depth = confidence.shape
+        if bs == 1:
+            return np.array([self._decide_one(confidence[0].tolist(), int(caps[0]))])
         spent = self.elsewhere + float(self.draft_cost(bs * (depth + 1)))
         self._chance = self.calibration.probability(confidence)
         return allocate(np.cumprod(self._chance, axis=1), self.verify_cost, caps, spent)
+
+    def _decide_one(self, confidence: list[float], cap: int) -> int:
+        """One request's length: the same peak, in plain Python, where arrays are slower."""
+        chance = self.calibration.chances(confidence)
+        self._chance = np.array([chance])
+        start, slope = self.verify_cost.line()
+        seconds = self.elsewhere + float(self.draft_cost(len(chance) + 1)) + start + slope
+        survival = tokens = 1.0
+        best, length = tokens / seconds, 0
+        for depth, p in enumerate(chance[:cap], 1):
+            survival *= p
+            tokens += survival
+            seconds += slope
+            if tokens > best * seconds:
+                best, length = tokens / seconds, depth
+        return length
 
     def _best_width(self, requests: Sequence[Hashable]) -> int:
         """The width with the best expected rate over recent survival curves."""
@@ -156,7 +182,10 @@ class Libra:
         chance, self._chance = self._chance, None
         if chance is None:  # lengths were not ours to decide this round
             chance = self.calibration.probability(confidence)
-        self.calibration.update(confidence, verified, accepted)
+        if len(requests) == 1:
+            self.calibration.update_one(confidence[0].tolist(), int(verified[0]), int(accepted[0]))
+        else:
+            self.calibration.update(confidence, verified, accepted)
         self._memory.take(requests, chance)
 
     def learn_times(

@@ -89,7 +89,7 @@ def read_prompts(path: Path, limit: int | None) -> list[str]:
             raise PromptError(
                 f"--prompts {path}, line {number}: needs a JSON object with 'turns': [text, ...]"
             ) from None
-        if not isinstance(turn, str) or not turn:
+        if not isinstance(row["turns"], list) or not isinstance(turn, str) or not turn:
             raise PromptError(f"--prompts {path}, line {number}: the first turn must be text")
         rows.setdefault(str(row.get("dataset", "")), []).append(turn)
     columns = list(rows.values())
@@ -180,7 +180,7 @@ def compare(
             engine.wait_ready()
             engine.generate(ids[:1], max_new_tokens=8, concurrency=1)  # warm-up, not counted
             engines.append(engine)
-        tallies = take_turns(engines, ids, concurrencies, max_new_tokens, slices, quiet)
+        tallies = take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet)
     reference = tallies[("plain", concurrencies[0])].outputs
     return {
         "outputs_identical": all(t.outputs == reference for t in tallies.values()),
@@ -188,11 +188,20 @@ def compare(
     }
 
 
-def take_turns(engines, ids, concurrencies, max_new_tokens, slices, quiet):
-    """Sums per (engine name, concurrency); engines alternate over slices of the prompts."""
+def take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet):
+    """Sums per (engine name, concurrency); engines alternate over slices of the prompts.
+
+    A target that knows no chat continues text, and goes on where a document would end.
+    """
     tallies: dict[tuple[str, int], Tally] = {}
     total = len(ids) * len(concurrencies) * len(engines)
-    with tqdm(total=total, desc="answering", unit="prompt", disable=quiet, file=sys.stderr) as bar:
+    with tqdm(
+        total=total,
+        desc=f"answering (prompts x {len(engines)} engines)",
+        unit="prompt",
+        disable=quiet,
+        file=sys.stderr,
+    ) as bar:
         for concurrency in concurrencies:
             size = max(concurrency, -(-len(ids) // slices))
             for turn, start in enumerate(range(0, len(ids), size)):
@@ -200,7 +209,11 @@ def take_turns(engines, ids, concurrencies, max_new_tokens, slices, quiet):
                 order = engines if turn % 2 == 0 else engines[::-1]
                 for engine in order:
                     batch = engine.generate(
-                        part, max_new_tokens=max_new_tokens, concurrency=concurrency, flush=True
+                        part,
+                        max_new_tokens=max_new_tokens,
+                        concurrency=concurrency,
+                        flush=True,
+                        ignore_eos=not pair.chat,
                     )
                     tallies.setdefault((engine.name, concurrency), Tally()).add(batch)
                     bar.update(len(part))

@@ -98,14 +98,20 @@ class EngineProcess:
         max_new_tokens: int,
         concurrency: int,
         flush: bool = False,
+        ignore_eos: bool = False,
     ) -> Batch:
         """Answer prompts greedily, at most ``concurrency`` at a time.
 
         Args:
             prompts: token ids per prompt.
             flush: empty the radix cache first.
+            ignore_eos: go on to ``max_new_tokens`` past an end token.
         """
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        sampling = {
+            "temperature": 0,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": ignore_eos,
+        }
         requests = [{"input_ids": list(p), "sampling_params": sampling} for p in prompts]
         seconds, answers = self.ask(requests, concurrency=concurrency, flush=flush)
         metas = [a["meta_info"] for a in answers]

@@ -247,14 +247,18 @@ class LibraSpecWorker(DFlashWorkerV2):
         limits = []
         for request, wish in zip(batch.reqs, own, strict=True):
             left = request.sampling_params.max_new_tokens - len(request.output_ids) - 1
-            limits.append(
-                max(0, min(most, left, most if wish.max_length is None else wish.max_length))
-            )
+            own_most = most if wish.max_length is None else wish.max_length
+            limits.append(max(0, min(most, left, own_most)))
         for i in path_dependent:
             limits[i] = 0
-        caps = torch.tensor(limits, dtype=torch.int64).to(window.prefix_lens.device)
-        context = self._context_len - 1 - window.prefix_lens
-        return torch.minimum(caps, context).clamp_(min=0)
+        end = self._context_len - 1
+        if not window.prefix_lens.is_cuda:
+            lens = window.prefix_lens.tolist()
+            return torch.tensor(
+                [max(0, min(m, end - n)) for m, n in zip(limits, lens, strict=True)]
+            )
+        caps = torch.tensor(limits).to(window.prefix_lens.device)
+        return torch.minimum(caps, end - window.prefix_lens).clamp_(min=0)
 
     def _first_draft(self, requests: list[str], caps: torch.Tensor) -> int:
         """Tokens the first pass drafts; the same on every rank."""
@@ -288,7 +292,9 @@ class LibraSpecWorker(DFlashWorkerV2):
             return [self._window_width] * int(caps.shape[0])
         if proposal.length == 0:
             return [1] * int(caps.shape[0])
-        lengths = self._policy.decide(proposal.confidence, caps, alpha) + 1
+        lengths = self._policy.decide(proposal.confidence, caps, alpha)
+        # A policy may be wrong about what pays, never about what is allowed.
+        lengths = torch.minimum(lengths, caps).clamp_(min=0) + 1
         self._broadcast(lengths)
         return lengths.tolist()
 

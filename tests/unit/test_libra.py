@@ -282,3 +282,25 @@ class TestLibra:
         libra = Libra(block_size=15, max_length=24)
         assert libra.first_draft(["a"], 3) == 3
         assert libra.first_draft(["a"], 0) == 0
+
+    def test_one_request_is_decided_and_learnt_from_as_in_a_batch(self):
+        """The plain-Python path of a single request against the array path."""
+        random = np.random.default_rng(3)
+        libra, table = Libra(block_size=15, max_length=24), Calibration(24)
+        for step in range(300):
+            width = int(random.integers(1, 25))
+            q = random.uniform(0.0, 1.0, (1, width))
+            if step % 40 == 0:
+                q[0, 0] = np.nan
+            caps = np.array([int(random.integers(0, 25))])
+            assert np.allclose(libra.calibration.probability(q), table.probability(q))
+            length = libra.decide(q, caps)
+            spent = libra.elsewhere + float(libra.draft_cost(width + 1))
+            expected = allocate(table.survival(q), libra.verify_cost, caps, spent)
+            assert length.tolist() == expected.tolist()
+            taken = np.minimum(length, int(random.integers(0, 8)))
+            libra.learn(["a"], q, length, taken)
+            table.update(q, length, taken)
+            libra.learn_times(width + 1, 0.003, 1 + int(length[0]), 0.007 + 0.0001 * length[0])
+            libra.learn_elsewhere(0.002)
+        assert table.observed > 300
