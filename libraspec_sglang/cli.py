@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument(
         "--static",
-        type=_numbers,
+        type=_blocks,
         metavar="2,4,8,16",
         help="block sizes of built-in DFLASH to run (default: the drafter's own)",
     )
@@ -133,7 +133,17 @@ def _positive(text: str) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    try:
+        return [_positive(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,4,16") from None
+
+
+def _blocks(text: str) -> list[int]:
+    sizes = _numbers(text)
+    if max(sizes) > 64 or min(sizes) < 2:
+        raise argparse.ArgumentTypeError("block sizes are 2 to 64")
+    return sizes
 
 
 def _serve(arguments: list[str]) -> int:
@@ -155,6 +165,8 @@ def _serve(arguments: list[str]) -> int:
         if "--speculative-draft-model-path" not in given:
             arguments += ["--speculative-draft-model-path", str(chosen.drafter)]
             given.add("--speculative-draft-model-path")
+        if enable.wanted() and "--dtype" not in given:
+            arguments += ["--dtype", "float32"]  # bfloat16 has no fast path on a CPU, and ties
     if "--speculative-draft-model-path" in given and "--speculative-algorithm" not in given:
         arguments = [*arguments, "--speculative-algorithm", "LIBRASPEC"]
     os.environ.update(enable.environment())

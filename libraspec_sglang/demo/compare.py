@@ -22,6 +22,8 @@ from libraspec_sglang import options
 from .pairs import Pair
 from .runner import Batch, EngineProcess
 
+STARTING_AT_ONCE = 2
+"""Engines start mostly on one core each."""
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
 
@@ -172,14 +174,17 @@ def compare(
     logs = Path(tempfile.mkdtemp(prefix="libraspec-demo-"))
     with ExitStack() as stack:
         engines = []
-        for name, arguments in tqdm(
-            setups, desc="starting engines", disable=quiet, file=sys.stderr
-        ):
-            engine = EngineProcess(name, arguments, own, logs / f"{name}.log")
-            stack.enter_context(engine)
-            engine.wait_ready()
-            engine.generate(ids[:1], max_new_tokens=8, concurrency=1)  # warm-up, not counted
-            engines.append(engine)
+        with tqdm(setups, desc="starting engines", disable=quiet, file=sys.stderr) as bar:
+            for first in range(0, len(setups), STARTING_AT_ONCE):
+                started = []
+                for name, arguments in setups[first : first + STARTING_AT_ONCE]:
+                    engine = EngineProcess(name, arguments, own, logs / f"{name}.log")
+                    started.append(stack.enter_context(engine))
+                for engine in started:
+                    engine.wait_ready()
+                    engine.generate(ids[:1], max_new_tokens=8, concurrency=1)  # not counted
+                    bar.update()
+                engines += started
         tallies = take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet)
     reference = tallies[("plain", concurrencies[0])].outputs
     return {
