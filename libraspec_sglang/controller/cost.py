@@ -28,6 +28,11 @@ class RowCost:
     def known(self) -> bool:
         return self._weight > 0.0
 
+    @property
+    def rounds(self) -> float:
+        """Observations, faded."""
+        return self._weight
+
     def observe(self, rows: int, seconds: float) -> None:
         """One forward over ``rows`` rows took ``seconds``."""
         if self._weight > 20.0:
@@ -55,3 +60,39 @@ class RowCost:
         """Expected seconds; accepts an integer array."""
         start, slope = self.line()
         return start + slope * rows
+
+
+class BatchCost:
+    """A :class:`RowCost` for every batch size.
+
+    A request costs something by itself (its context is read once however many rows it has), so one
+    line through rounds of different batch sizes would charge that to the rows: here four times
+    their real price. A batch size that has not been seen enough borrows the nearest one's line.
+    """
+
+    ENOUGH = 6.0  # rounds
+
+    def __init__(self, prior_share: float) -> None:
+        """Args: prior_share: as of :class:`RowCost`."""
+        self._share = prior_share
+        self._lines: dict[int, RowCost] = {}
+
+    @property
+    def known(self) -> bool:
+        return bool(self._lines)
+
+    def observe(self, batch: int, rows: int, seconds: float) -> None:
+        """One forward for ``batch`` requests over ``rows`` rows took ``seconds``."""
+        if batch not in self._lines:
+            self._lines[batch] = RowCost(self._share)
+        self._lines[batch].observe(rows, seconds)
+
+    def at(self, batch: int) -> RowCost:
+        """Seconds as a function of rows for this batch size."""
+        own = self._lines.get(batch)
+        if own is not None and own.rounds >= self.ENOUGH:
+            return own
+        seen = [b for b, line in self._lines.items() if line.rounds >= self.ENOUGH]
+        if seen:
+            return self._lines[min(seen, key=lambda b: abs(b - batch))]
+        return own or RowCost(self._share)

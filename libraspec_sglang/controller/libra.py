@@ -16,16 +16,16 @@ lengths the verification layout needs.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from .batch import allocate
 from .calibration import Calibration
-from .cost import RowCost
+from .cost import BatchCost
 
-CURVES_PER_REQUEST = 4
+CURVES_PER_REQUEST, CURVES_SHARED = 4, 16
 REQUESTS_REMEMBERED = 1024
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
@@ -56,8 +56,8 @@ class Libra:
         """
         self.max_length = max_length
         self.calibration = Calibration(max_length)
-        self.verify_cost = RowCost(prior_share=0.01)
-        self.draft_cost = RowCost(prior_share=0.01)
+        self.verify_cost = BatchCost(prior_share=0.01)
+        self.draft_cost = BatchCost(prior_share=0.01)
         self.elsewhere = 0.0
         self._widths = np.arange(max_length + 1)
         self._width = min(block_size, max_length)
@@ -120,16 +120,17 @@ class Libra:
         bs, depth = confidence.shape
         if bs == 1:
             return np.array([self._decide_one(confidence[0].tolist(), int(caps[0]))])
-        spent = self.elsewhere + float(self.draft_cost(bs * (depth + 1)))
+        spent = self.elsewhere + float(self.draft_cost.at(bs)(bs * (depth + 1)))
         self._chance = self.calibration.probability(confidence)
-        return allocate(np.cumprod(self._chance, axis=1), self.verify_cost, caps, spent)
+        return allocate(np.cumprod(self._chance, axis=1), self.verify_cost.at(bs), caps, spent)
 
     def _decide_one(self, confidence: list[float], cap: int) -> int:
         """One request's length: the same peak, in plain Python, where arrays are slower."""
         chance = self.calibration.chances(confidence)
         self._chance = np.array([chance])
-        start, slope = self.verify_cost.line()
-        seconds = self.elsewhere + float(self.draft_cost(len(chance) + 1)) + start + slope
+        start, slope = self.verify_cost.at(1).line()
+        draft = float(self.draft_cost.at(1)(len(chance) + 1))
+        seconds = self.elsewhere + draft + start + slope
         survival = tokens = 1.0
         best, length = tokens / seconds, 0
         for depth, p in enumerate(chance[:cap], 1):
@@ -144,7 +145,8 @@ class Libra:
         """The width with the best expected rate over recent survival curves."""
         bs = len(requests)
         survival = self._memory.curves_of(requests)  # [n, D]
-        start, slope = self.verify_cost.line()
+        start, slope = self.verify_cost.at(bs).line()
+        draft_cost = self.draft_cost.at(bs)
         plain = bs / (self.elsewhere + start + slope * bs)
         # A token is verified when its survival pays for its row at the current rate. Two passes
         # settle the rate well enough.
@@ -153,7 +155,7 @@ class Libra:
             pays = survival > slope * rate
             gain = np.concatenate(([0.0], np.cumsum((survival * pays).mean(0))))
             rows = np.concatenate(([0.0], np.cumsum(pays.mean(0))))
-            draft = np.where(self._widths > 0, self.draft_cost(bs * (self._widths + 1)), 0.0)
+            draft = np.where(self._widths > 0, draft_cost(bs * (self._widths + 1)), 0.0)
             verify = start + slope * bs * (1.0 + rows)
             rates = bs * (1.0 + gain) / (self.elsewhere + draft + verify)
             rate = float(rates.max())
@@ -189,12 +191,17 @@ class Libra:
         self._memory.take(requests, chance)
 
     def learn_times(
-        self, draft_rows: int, draft_seconds: float, verify_rows: int, verify_seconds: float
+        self,
+        batch: int,
+        draft_rows: int,
+        draft_seconds: float,
+        verify_rows: int,
+        verify_seconds: float,
     ) -> None:
-        """Take in where a round's time went; zero draft rows after a plain round."""
+        """Take in where a round of ``batch`` requests spent time; no draft rows if plain."""
         if draft_rows:
-            self.draft_cost.observe(draft_rows, draft_seconds)
-        self.verify_cost.observe(verify_rows, verify_seconds)
+            self.draft_cost.observe(batch, draft_rows, draft_seconds)
+        self.verify_cost.observe(batch, verify_rows, verify_seconds)
 
     def learn_elsewhere(self, seconds: float) -> None:
         """Seconds a round spent outside both forwards (scheduling, bookkeeping)."""
@@ -218,14 +225,16 @@ class _Memory:
         self._curves = np.zeros((REQUESTS_REMEMBERED, CURVES_PER_REQUEST, depth))
         self._next = np.zeros(REQUESTS_REMEMBERED, dtype=np.int64)
         self._typical = np.full(depth, UNSEEN)  # what a new request starts from
+        self._recent: deque[np.ndarray] = deque(maxlen=CURVES_SHARED)  # anyone's
 
     def __len__(self) -> int:
         return len(self._row)
 
     def curves_of(self, requests: Sequence[Hashable]) -> np.ndarray:
-        """[n, D] the latest curves of these requests."""
+        """[n, D] the latest curves of these requests, and of all: four curves alone are few."""
         depth = self._typical.shape[0]
-        return self._curves[self._rows(requests)].reshape(-1, depth)
+        own = self._curves[self._rows(requests)].reshape(-1, depth)
+        return np.concatenate([own, *self._recent]) if self._recent else own
 
     def take(self, requests: Sequence[Hashable], chance: np.ndarray) -> None:
         """Add a draft: calibrated chances [bs, D'], D' <= D.
@@ -241,6 +250,7 @@ class _Memory:
         self._beyond[rows] = beyond
         self._curves[rows, self._next[rows]] = curves
         self._next[rows] = (self._next[rows] + 1) % CURVES_PER_REQUEST
+        self._recent.append(curves[:CURVES_PER_REQUEST])
         typical = self._typical[:depth]
         typical += SHARED_PACE * (reached * (chance - typical)).mean(axis=0)
 

@@ -61,9 +61,14 @@ class Policy:
         """A round's outcome: drafted tokens verified and accepted per request."""
 
     def learn_times(
-        self, draft_rows: int, draft_seconds: float, verify_rows: int, verify_seconds: float
+        self,
+        batch: int,
+        draft_rows: int,
+        draft_seconds: float,
+        verify_rows: int,
+        verify_seconds: float,
     ) -> None:
-        """A round's two forwards."""
+        """A round's two forwards, for ``batch`` requests."""
 
     def learn_elsewhere(self, seconds: float) -> None:
         """Seconds the round spent outside them."""

@@ -396,6 +396,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             accepted.commit_lens.cpu().numpy() - 1,
         )
         self._policy.learn_times(
+            bs,
             bs * (proposal.length + 1) if proposal.length else 0,
             laps["draft"],
             rows.total,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from libraspec_sglang.controller import criterion
 from libraspec_sglang.controller.batch import allocate
 from libraspec_sglang.controller.calibration import Calibration
-from libraspec_sglang.controller.cost import RowCost
+from libraspec_sglang.controller.cost import BatchCost, RowCost
 from libraspec_sglang.controller.libra import Libra
 
 unit = st.floats(0.0, 1.0, width=32)
@@ -179,6 +179,20 @@ class TestRowCost:
         start, slope = cost.line()
         assert start >= 0 and slope >= 0
 
+    def test_requests_are_not_charged_to_rows(self):
+        """Rounds of 1 and of 4 requests: a request costs 4, a row 0.1, whatever the mixture."""
+        cost = BatchCost(prior_share=0.01)
+        random = np.random.default_rng(1)
+        for _ in range(200):
+            for batch in (1, 4):
+                rows = batch * int(random.integers(2, 9))
+                cost.observe(batch, rows, 3.0 + 4.0 * batch + 0.1 * rows)
+        for batch in (1, 4):
+            start, slope = cost.at(batch).line()
+            assert slope == pytest.approx(0.1, rel=0.15)
+            assert start == pytest.approx(3.0 + 4.0 * batch, rel=0.02)
+        assert cost.at(5) is cost.at(4)  # never seen: the nearest
+
     def test_arrays(self):
         cost = RowCost(0.01)
         cost.observe(4, 1.0)
@@ -199,7 +213,7 @@ def play(libra, rounds, *, accept, confidence, slope, draft_slope, bs=1, depth=2
         draft_time = 0.4 * base + draft_slope * draft_rows if width else 0.0
         verify_time = base + slope * verify_rows
         libra.learn(requests, q, lengths, taken)
-        libra.learn_times(draft_rows, draft_time, verify_rows, verify_time)
+        libra.learn_times(bs, draft_rows, draft_time, verify_rows, verify_time)
         libra.learn_elsewhere(0.2)
         tokens += float((1 + taken).sum())
         seconds += 0.2 + draft_time + verify_time
@@ -295,12 +309,12 @@ class TestLibra:
             caps = np.array([int(random.integers(0, 25))])
             assert np.allclose(libra.calibration.probability(q), table.probability(q))
             length = libra.decide(q, caps)
-            spent = libra.elsewhere + float(libra.draft_cost(width + 1))
-            expected = allocate(table.survival(q), libra.verify_cost, caps, spent)
+            spent = libra.elsewhere + float(libra.draft_cost.at(1)(width + 1))
+            expected = allocate(table.survival(q), libra.verify_cost.at(1), caps, spent)
             assert length.tolist() == expected.tolist()
             taken = np.minimum(length, int(random.integers(0, 8)))
             libra.learn(["a"], q, length, taken)
             table.update(q, length, taken)
-            libra.learn_times(width + 1, 0.003, 1 + int(length[0]), 0.007 + 0.0001 * length[0])
+            libra.learn_times(1, width + 1, 0.003, 1 + int(length[0]), 0.007 + 0.0001 * length[0])
             libra.learn_elsewhere(0.002)
         assert table.observed > 300
