@@ -270,12 +270,22 @@ def murmur_hash32_cpu(
     return (h ^ (h >> 16)).to(torch.uint32)
 
 
-_ops = torch.library.Library("sgl_kernel", "FRAGMENT")
-_ops.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-_ops.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
-torch.library.register_fake(
-    "sgl_kernel::murmur_hash32_cpu",
-    lambda seed, positions, cols: seed.new_empty(
-        (seed.shape[0], cols.shape[0]), dtype=torch.uint32
-    ),
-)
+def _register() -> None:
+    """Once per process, however often this module is loaded: torch keeps operators globally."""
+    if hasattr(torch.library, "_libraspec_operators"):
+        return
+    operators = torch.library.Library("sgl_kernel", "FRAGMENT")
+    operators.define(
+        "murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor"
+    )
+    operators.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+    torch.library.register_fake(
+        "sgl_kernel::murmur_hash32_cpu",
+        lambda seed, positions, cols: seed.new_empty(
+            (seed.shape[0], cols.shape[0]), dtype=torch.uint32
+        ),
+    )
+    torch.library._libraspec_operators = operators  # dropping it would drop the operators
+
+
+_register()
