@@ -9,19 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class Window:
-    """The slots a round may write, one row per request; planned once for draft and verify.
+    """The positions a round may write, one row per request; the KV plan holds their slots.
 
     Attributes:
         anchor: int64 [bs], the last token of each request (accepted, its KV not yet written).
         prefix_lens: int64 [bs], tokens whose KV is in the cache; the anchor's position.
         positions: int64 [bs, W], ``prefix_lens + 0..W-1``.
-        slots: int64 [bs, W], KV slots of those positions.
     """
 
     anchor: torch.Tensor
     prefix_lens: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
 
     @property
     def width(self) -> int:

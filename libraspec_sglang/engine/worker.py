@@ -234,8 +234,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         )
         # Draft positions past the context are never verified; keep them inside the rotary table.
         positions.clamp_(max=self._context_len - 1)
-        slots = kv_plan.virtual_write_ids().view(bs, width)
-        return Window(batch.spec_info.bonus_tokens, prefix, positions, slots), kv_plan
+        return Window(batch.spec_info.bonus_tokens, prefix, positions), kv_plan
 
     def _caps(self, batch, window: Window, own, path_dependent: list[int]) -> torch.Tensor:
         """int64 [bs]: drafted tokens a request may verify at most.
