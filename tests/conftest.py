@@ -8,6 +8,11 @@ import libraspec_sglang
 libraspec_sglang.enable_cpu()  # before anything imports sglang; no-op with CUDA
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# No time limit per example: the first one compiles, and machines are busy.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 DATA = Path(__file__).parent / "data"
 

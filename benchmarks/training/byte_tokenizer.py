@@ -12,7 +12,7 @@ SPECIALS = ["<|bos|>", "<|eos|>", "<|mask|>", "<|pad|>",
             "<|extra_0|>", "<|extra_1|>", "<|extra_2|>", "<|extra_3|>"]
 
 
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 """The target continues text and knows no roles; the turns are its text."""
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from .compiled import compiled
+
 
 def allocate(
     survival: np.ndarray,
@@ -36,30 +38,47 @@ def allocate(
     Returns:
         int64 [bs] lengths, each in 0..min(D, cap); ties go to fewer rows.
     """
-    values = np.nan_to_num(np.asarray(survival, dtype=np.float64), nan=0.0).clip(0.0, 1.0)
+    values = np.ascontiguousarray(survival, dtype=np.float64)
     bs, depth = values.shape
-    values = np.minimum.accumulate(values, axis=1)
-    if bs == 1:  # one request's survivals are in order as they are
-        most = depth if caps is None else min(depth, int(caps[0]))
-        gain = np.ones(most + 1)
-        gain[1:] += np.cumsum(values[0, :most])
-        return _peak(gain, np.arange(1, most + 2), cost, draft_cost).reshape(1)
-    usable = values > 0.0
-    if caps is not None:
-        usable &= np.arange(depth) < np.asarray(caps, dtype=np.int64)[:, None]
-    request, _ = np.nonzero(usable)
-    flat = values[usable]
+    limits = np.full(bs, depth) if caps is None else np.asarray(caps).clip(0, depth)
+    limits = np.ascontiguousarray(limits, dtype=np.int64)
+    totals = np.arange(bs, bs + int(limits.sum()) + 1)
+    return best_lengths(values, limits, draft_cost + _costs(cost, totals))
+
+
+@compiled
+def best_lengths(survival, limits, seconds):
+    """:func:`allocate` in one call.
+
+    survival: float64 [bs, D]; limits: int64 [bs] within 0..D; seconds: float64 [sum(limits) + 1],
+    of a whole round by tokens verified beyond one a request. Returns int64 [bs].
+    """
+    bs = survival.shape[0]
+    most = limits.sum()
+    value, owner = np.empty(most), np.empty(most, dtype=np.int64)
+    usable = 0
+    for request in range(bs):
+        last = 1.0
+        for position in range(limits[request]):
+            p = survival[request, position]
+            if not p > 0.0:  # NaN too
+                break
+            last = min(last, p)
+            value[usable], owner[usable] = -last, request
+            usable += 1
     # Stable and by request, then depth: equal survivals keep a request's prefix together.
-    order = np.argsort(-flat, kind="stable")
-    gain = bs + np.concatenate(([0.0], np.cumsum(flat[order])))
-    totals = np.arange(bs, bs + gain.shape[0])
-    taken = order[: int(_peak(gain, totals, cost, draft_cost))]
-    return np.bincount(request[taken], minlength=bs).astype(np.int64)
-
-
-def _peak(gain: np.ndarray, totals: np.ndarray, cost: Callable, draft_cost: float) -> np.int64:
-    """Index of the best rate; the first of equals."""
-    return np.argmax(gain / np.maximum(draft_cost + _costs(cost, totals), 1e-12))
+    order = np.argsort(value[:usable], kind="mergesort")
+    tokens = float(bs)
+    best, taken = tokens / max(seconds[0], 1e-12), 0
+    for rows in range(1, usable + 1):
+        tokens -= value[order[rows - 1]]
+        rate = tokens / max(seconds[rows], 1e-12)
+        if rate > best:
+            best, taken = rate, rows
+    lengths = np.zeros(bs, dtype=np.int64)
+    for index in order[:taken]:
+        lengths[owner[index]] += 1
+    return lengths
 
 
 def _costs(cost: Callable, totals: np.ndarray) -> np.ndarray:

@@ -12,9 +12,9 @@ evidence, so a young table returns q.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
+
+from .compiled import compiled
 
 BINS = 12
 WEIGHT = 16.0
@@ -34,62 +34,13 @@ class Calibration:
         """Args: depth: D, the deepest position."""
         self._seen = np.zeros((depth, BINS))
         self._accepted = np.zeros((depth, BINS))
-        self._rows = np.arange(depth)
         self._base, self._slope = np.zeros((depth, BINS)), np.ones((depth, BINS))
-        self._lists = self._base.tolist(), self._slope.tolist()
         self._stale = 0
         self.observed = 0
 
     def probability(self, confidence: np.ndarray) -> np.ndarray:
         """p of the same shape [bs, D'] as the confidences, D' <= depth; NaN counts as 0."""
-        q = np.nan_to_num(confidence, nan=0.0).clip(0.0, 1.0)
-        cell = self._rows[: q.shape[1]] * BINS + _bin(q)
-        return self._base.take(cell) + self._slope.take(cell) * q
-
-    def chances(self, confidence: list[float]) -> list[float]:
-        """:meth:`probability` of one request, in plain Python: faster than arrays that short."""
-        base, slope = self._lists
-        out = []
-        for position, value in enumerate(confidence):
-            q = min(max(value, 0.0), 1.0) if value == value else 0.0
-            place = min(int(q * BINS), BINS - 1)
-            out.append(base[position][place] + slope[position][place] * q)
-        return out
-
-    def update_one(self, confidence: list[float], verified: int, accepted: int) -> None:
-        """:meth:`update` with one request."""
-        total = min(verified, accepted + 1, len(confidence))
-        if not total:
-            return
-        fade = math.exp(-total / HORIZON)
-        self._seen *= fade
-        self._accepted *= fade
-        for position in range(total):
-            value = confidence[position]
-            q = min(max(value, 0.0), 1.0) if value == value else 0.0
-            place = min(int(q * BINS), BINS - 1)
-            self._seen[position, place] += 1.0
-            if position < accepted:
-                self._accepted[position, place] += 1.0
-        self._count(total)
-
-    def _count(self, total: int) -> None:
-        self.observed += total
-        self._stale += 1
-        if self._stale >= REFRESH_EVERY:
-            self._refresh()
-
-    def _refresh(self) -> None:
-        """Both levels folded into p = base + slope * q per position and bin.
-
-        Coarse: (A_b + w q) / (N_b + w) over all positions; fine: (a + w coarse) / (n + w).
-        """
-        coarse = self._seen.sum(0) + WEIGHT
-        fine = self._seen + WEIGHT
-        self._base = (self._accepted + WEIGHT * self._accepted.sum(0) / coarse) / fine
-        self._slope = WEIGHT * WEIGHT / (coarse * fine)
-        self._lists = self._base.tolist(), self._slope.tolist()
-        self._stale = 0
+        return _probability(_floats(confidence), self._base, self._slope)
 
     def survival(self, confidence: np.ndarray) -> np.ndarray:
         """[bs, D'] probability that a token and all before it are accepted."""
@@ -103,31 +54,79 @@ class Calibration:
             verified: [bs] drafted tokens that were verified.
             accepted: [bs] of them accepted.
         """
-        depth = confidence.shape[1]
-        if not depth:
-            return
-        place = self._rows[:depth]
-        known = place < np.minimum(verified, accepted + 1)[:, None]
-        total = int(known.sum())
-        if not total:
-            return
-        fade = np.exp(-total / HORIZON)
-        self._seen *= fade
-        self._accepted *= fade
-        weight = np.ones(known.shape)
-        if known.shape[0] > 1 / REQUEST_SHARE:
-            share = known.sum(1) / total
-            weight *= np.minimum(1.0, REQUEST_SHARE / np.maximum(share, 1e-9))[:, None]
-        bins = _bin(np.nan_to_num(confidence, nan=0.0).clip(0.0, 1.0))
-        request, position = np.nonzero(known)
-        cell = position * BINS + bins[request, position]
-        weight = weight[request, position]
-        size, shape = self._seen.size, self._seen.shape
-        self._seen += np.bincount(cell, weight, size).reshape(shape)
-        hit = weight * (position < accepted[request])
-        self._accepted += np.bincount(cell, hit, size).reshape(shape)
-        self._count(total)
+        self.observed += _count(
+            _floats(confidence), _integers(verified), _integers(accepted),
+            self._seen, self._accepted,
+        )  # fmt: skip
+        self._stale += 1
+        if self._stale >= REFRESH_EVERY:
+            _refresh(self._seen, self._accepted, self._base, self._slope)
+            self._stale = 0
 
 
-def _bin(q: np.ndarray) -> np.ndarray:
-    return np.minimum((q * BINS).astype(np.int64), BINS - 1)
+def _floats(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _integers(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+@compiled
+def _bin(value):
+    """(confidence within 0..1, its bin); NaN is 0."""
+    q = np.float64(value)
+    if not q > 0.0:
+        q = 0.0
+    q = min(q, 1.0)
+    return q, min(int(q * BINS), BINS - 1)
+
+
+@compiled
+def _probability(confidence, base, slope):
+    chance = np.empty(confidence.shape)
+    for request in range(confidence.shape[0]):
+        for position in range(confidence.shape[1]):
+            q, place = _bin(confidence[request, position])
+            chance[request, position] = base[position, place] + slope[position, place] * q
+    return chance
+
+
+@compiled
+def _count(confidence, verified, accepted, seen, hits):
+    """Fade the old counts, add a round's; returns the observations it brought."""
+    bs, depth = confidence.shape
+    total = 0
+    for request in range(bs):
+        total += min(verified[request], accepted[request] + 1, depth)
+    if total == 0:
+        return 0
+    fade = np.exp(-total / HORIZON)
+    seen *= fade
+    hits *= fade
+    for request in range(bs):
+        known = min(verified[request], accepted[request] + 1, depth)
+        weight = 1.0
+        if bs * REQUEST_SHARE > 1.0 and known > REQUEST_SHARE * total:
+            weight = REQUEST_SHARE * total / known
+        for position in range(known):
+            _, place = _bin(confidence[request, position])
+            seen[position, place] += weight
+            if position < accepted[request]:
+                hits[position, place] += weight
+    return total
+
+
+@compiled
+def _refresh(seen, hits, base, slope):
+    """Fold both levels into p = base + slope * q per position and bin.
+
+    Coarse: (A_b + w q) / (N_b + w) over all positions; fine: (a + w coarse) / (n + w).
+    """
+    for place in range(seen.shape[1]):
+        coarse = seen[:, place].sum() + WEIGHT
+        prior = hits[:, place].sum() / coarse
+        for position in range(seen.shape[0]):
+            fine = seen[position, place] + WEIGHT
+            base[position, place] = (hits[position, place] + WEIGHT * prior) / fine
+            slope[position, place] = WEIGHT * WEIGHT / (coarse * fine)

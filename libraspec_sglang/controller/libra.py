@@ -10,22 +10,25 @@ round spends elsewhere. Each round it decides two things.
    further apart) to see whether the text has become predictable.
 2. *How many tokens to verify*, after drafting: :func:`batch.allocate` on the calibrated survivals.
 
-Everything is host arithmetic on small arrays; the confidences come to the host anyway, with the
-lengths the verification layout needs.
+Everything is host arithmetic in small compiled loops; the confidences come to the host anyway,
+with the lengths the verification layout needs.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+import torch
 
-from .batch import allocate
-from .calibration import Calibration
+from .batch import best_lengths
+from .calibration import REFRESH_EVERY, Calibration
+from .compiled import compiled
 from .cost import BatchCost
+from .policy import Policy
 
-CURVES_PER_REQUEST, CURVES_SHARED = 4, 16
+CURVES_PER_REQUEST, CURVES_SHARED = 4, 32
 REQUESTS_REMEMBERED = 1024
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
@@ -44,10 +47,12 @@ OWN_PACE, SHARED_PACE = 0.3, 0.05
 """How fast the chances beyond a draft follow what deeper drafts showed."""
 
 
-class Libra:
+class Libra(Policy):
     """The policy's state. Not thread-safe: one per worker."""
 
     name = "libra"
+    needs_confidence = True
+    learns = True
 
     def __init__(self, block_size: int, max_length: int) -> None:
         """Args:
@@ -66,6 +71,16 @@ class Libra:
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in = EXPLORE_EVERY
         self._settled = self._batch = 0
+
+    def prepare(self) -> None:
+        """Compile the loops, on a policy that is thrown away."""
+        other, requests = Libra(1, self.max_length), ["a"]
+        drafted = torch.full((1, self.max_length), 0.5)
+        for _ in range(2 * REFRESH_EVERY):
+            other.first_draft(requests, 1)
+            lengths = other.decide(drafted, torch.ones(1, dtype=torch.int64))
+            other.learn(requests, drafted.numpy(), lengths.numpy(), lengths.numpy())
+            other.learn_times(1, 2, 1e-3, 2, 1e-3)
 
     # -- decisions -----------------------------------------------------------------------
 
@@ -107,58 +122,24 @@ class Libra:
         self._probe_in = self._probe_gap
         return min(PROBE_WIDTH, self.max_length)
 
-    def decide(self, confidence: np.ndarray, caps: np.ndarray) -> np.ndarray:
-        """Lengths to verify.
-
-        Args:
-            confidence: [bs, D] of this round's draft.
-            caps: [bs] largest length per request.
-
-        Returns:
-            int64 [bs].
-        """
+    def decide(
+        self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Lengths with the best expected rate; alpha has no part in it."""
         bs, depth = confidence.shape
-        if bs == 1:
-            return np.array([self._decide_one(confidence[0].tolist(), int(caps[0]))])
+        self._chance = self.calibration.probability(confidence.cpu().numpy())
+        start, slope = self.verify_cost.at(bs).line()
         spent = self.elsewhere + float(self.draft_cost.at(bs)(bs * (depth + 1)))
-        self._chance = self.calibration.probability(confidence)
-        return allocate(np.cumprod(self._chance, axis=1), self.verify_cost.at(bs), caps, spent)
-
-    def _decide_one(self, confidence: list[float], cap: int) -> int:
-        """One request's length: the same peak, in plain Python, where arrays are slower."""
-        chance = self.calibration.chances(confidence)
-        self._chance = np.array([chance])
-        start, slope = self.verify_cost.at(1).line()
-        draft = float(self.draft_cost.at(1)(len(chance) + 1))
-        seconds = self.elsewhere + draft + start + slope
-        survival = tokens = 1.0
-        best, length = tokens / seconds, 0
-        for depth, p in enumerate(chance[:cap], 1):
-            survival *= p
-            tokens += survival
-            seconds += slope
-            if tokens > best * seconds:
-                best, length = tokens / seconds, depth
-        return length
+        lengths = _lengths(self._chance, caps.cpu().numpy(), spent + start, slope)
+        return torch.from_numpy(lengths).to(confidence.device)
 
     def _best_width(self, requests: Sequence[Hashable]) -> int:
         """The width with the best expected rate over recent survival curves."""
         bs = len(requests)
-        survival = self._memory.curves_of(requests)  # [n, D]
         start, slope = self.verify_cost.at(bs).line()
-        draft_cost = self.draft_cost.at(bs)
-        plain = bs / (self.elsewhere + start + slope * bs)
-        # A token is verified when its survival pays for its row at the current rate. Two passes
-        # settle the rate well enough.
-        rate = plain
-        for _ in range(2):
-            pays = survival > slope * rate
-            gain = np.concatenate(([0.0], np.cumsum((survival * pays).mean(0))))
-            rows = np.concatenate(([0.0], np.cumsum(pays.mean(0))))
-            draft = np.where(self._widths > 0, draft_cost(bs * (self._widths + 1)), 0.0)
-            verify = start + slope * bs * (1.0 + rows)
-            rates = bs * (1.0 + gain) / (self.elsewhere + draft + verify)
-            rate = float(rates.max())
+        draft = self.draft_cost.at(bs)(bs * (self._widths + 1))
+        draft[0] = 0.0
+        rates = self._memory.rates(requests, self.elsewhere + start, slope, draft)
         best = int(rates.argmax())
         return self._width if rates[best] < rates[self._width] * (1.0 + MARGIN) else best
 
@@ -184,10 +165,7 @@ class Libra:
         chance, self._chance = self._chance, None
         if chance is None:  # lengths were not ours to decide this round
             chance = self.calibration.probability(confidence)
-        if len(requests) == 1:
-            self.calibration.update_one(confidence[0].tolist(), int(verified[0]), int(accepted[0]))
-        else:
-            self.calibration.update(confidence, verified, accepted)
+        self.calibration.update(confidence, verified, accepted)
         self._memory.take(requests, chance)
 
     def learn_times(
@@ -214,8 +192,7 @@ class _Memory:
     """Recent survival curves of each request, to full depth.
 
     A curve is what a draft's calibrated chances multiply to; beyond the draft it goes on with the
-    chances that deeper drafts of the same request showed. Requests are rows of dense arrays, so a
-    round costs a fixed number of array operations whatever its batch size.
+    chances that deeper drafts of the same request showed. Requests are rows of dense arrays.
     """
 
     def __init__(self, depth: int) -> None:
@@ -225,37 +202,37 @@ class _Memory:
         self._curves = np.zeros((REQUESTS_REMEMBERED, CURVES_PER_REQUEST, depth))
         self._next = np.zeros(REQUESTS_REMEMBERED, dtype=np.int64)
         self._typical = np.full(depth, UNSEEN)  # what a new request starts from
-        self._recent: deque[np.ndarray] = deque(maxlen=CURVES_SHARED)  # anyone's
+        self._recent = np.zeros((CURVES_SHARED, depth))  # anyone's
+        self._recent_count = 0
 
     def __len__(self) -> int:
         return len(self._row)
 
-    def curves_of(self, requests: Sequence[Hashable]) -> np.ndarray:
-        """[n, D] the latest curves of these requests, and of all: four curves alone are few."""
-        depth = self._typical.shape[0]
-        own = self._curves[self._rows(requests)].reshape(-1, depth)
-        return np.concatenate([own, *self._recent]) if self._recent else own
+    def rates(
+        self, requests: Sequence[Hashable], fixed: float, slope: float, draft: np.ndarray
+    ) -> np.ndarray:
+        """[D + 1] expected tokens per second of a round by the width it drafts.
+
+        Over the latest curves of these requests and of all: four curves alone are few.
+
+        Args:
+            requests: of the batch.
+            fixed: seconds of a round without rows.
+            slope: seconds per verified row.
+            draft: [D + 1] seconds of a pass by width.
+        """
+        recent = self._recent[: self._recent_count]
+        return _rates(self._curves, self._rows(requests), recent, fixed, slope, draft)
 
     def take(self, requests: Sequence[Hashable], chance: np.ndarray) -> None:
-        """Add a draft: calibrated chances [bs, D'], D' <= D.
-
-        A position teaches in the measure that it was likely to be reached.
-        """
-        rows, depth = self._rows(requests), chance.shape[1]
-        beyond = self._beyond[rows]
-        curves = np.cumprod(np.concatenate([chance, beyond[:, depth:]], axis=1), axis=1)
-        reached = np.ones_like(chance)
-        reached[:, 1:] = curves[:, : depth - 1]
-        beyond[:, :depth] += OWN_PACE * reached * (chance - beyond[:, :depth])
-        self._beyond[rows] = beyond
-        self._curves[rows, self._next[rows]] = curves
-        self._next[rows] = (self._next[rows] + 1) % CURVES_PER_REQUEST
-        self._recent.append(curves[:CURVES_PER_REQUEST])
-        typical = self._typical[:depth]
-        typical += SHARED_PACE * (reached * (chance - typical)).mean(axis=0)
+        """Add a draft: calibrated chances [bs, D'], D' <= D."""
+        self._recent_count = _take(
+            chance, self._rows(requests), self._beyond, self._curves, self._next, self._typical,
+            self._recent, self._recent_count,
+        )  # fmt: skip
 
     def _rows(self, requests: Sequence[Hashable]) -> np.ndarray:
-        return np.fromiter(map(self._place, requests), dtype=np.int64, count=len(requests))
+        return np.array([self._place(request) for request in requests], dtype=np.int64)
 
     def _place(self, request: Hashable) -> int:
         row = self._row.get(request)
@@ -268,3 +245,75 @@ class _Memory:
             self._beyond[row] = self._typical
             self._curves[row] = np.cumprod(self._typical)
         return row
+
+
+@compiled
+def _lengths(chance, caps, fixed, slope):
+    """The batch's lengths where a round costs ``fixed + slope * rows`` seconds."""
+    bs, depth = chance.shape
+    limits = np.minimum(np.maximum(caps, 0), depth)
+    survival = chance.copy()
+    for request in range(bs):
+        for position in range(1, depth):
+            survival[request, position] *= survival[request, position - 1]
+    rows = np.arange(bs, bs + limits.sum() + 1)
+    return best_lengths(survival, limits, fixed + slope * rows)
+
+
+@compiled
+def _rates(curves, rows, recent, fixed, slope, draft):
+    """See :meth:`_Memory.rates`. A token is verified when its survival pays for its row at the
+    current rate; two passes settle the rate well enough."""
+    bs, depth = len(rows), curves.shape[2]
+    count = bs * curves.shape[1] + len(recent)
+    rates = np.empty(depth + 1)
+    rates[0] = rate = bs / (fixed + slope * bs)
+    for _ in range(2):
+        pays = slope * rate
+        gain = paid = 0.0
+        for position in range(depth):
+            for row in rows:
+                for survival in curves[row, :, position]:
+                    if survival > pays:
+                        gain += survival
+                        paid += 1.0
+            for survival in recent[:, position]:
+                if survival > pays:
+                    gain += survival
+                    paid += 1.0
+            seconds = fixed + draft[position + 1] + slope * bs * (1.0 + paid / count)
+            rates[position + 1] = bs * (1.0 + gain / count) / seconds
+        rate = rates.max()
+    return rates
+
+
+@compiled
+def _take(chance, rows, beyond, curves, turn, typical, recent, recent_count):
+    """See :meth:`_Memory.take`; returns the new number of shared curves (the oldest make way).
+
+    A position teaches in the measure that it was likely to be reached.
+    """
+    bs, drafted = chance.shape
+    step = np.zeros(drafted)
+    for index in range(bs):
+        row = rows[index]
+        curve = curves[row, turn[row]]
+        turn[row] = (turn[row] + 1) % curves.shape[1]
+        survival = 1.0
+        for position in range(curve.shape[0]):
+            if position < drafted:
+                p = chance[index, position]
+                step[position] += survival * (p - typical[position])
+                beyond[row, position] += OWN_PACE * survival * (p - beyond[row, position])
+                survival *= p
+            else:
+                survival *= beyond[row, position]
+            curve[position] = survival
+        if index < curves.shape[1]:
+            if recent_count == len(recent):
+                recent[:-1] = recent[1:].copy()
+                recent_count -= 1
+            recent[recent_count] = curve
+            recent_count += 1
+    typical[:drafted] += SHARED_PACE * step / bs
+    return recent_count

@@ -11,67 +11,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from . import criterion
 from .libra import Libra
-
-
-class Policy:
-    """Decides verified lengths; the methods that learn do nothing unless a policy wants them."""
-
-    name: ClassVar[str]
-    needs_confidence: ClassVar[bool] = False
-    """Whether ``decide`` reads the confidences."""
-    learns: ClassVar[bool] = False
-    """Whether outcomes and times should be reported."""
-
-    def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
-        """Tokens the first drafting pass proposes; 0 skips drafting.
-
-        Args:
-            requests: a key per request of the batch, never reused by another request.
-            cap: the longest length any of them may verify.
-        """
-        raise NotImplementedError
-
-    def decide(
-        self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Lengths to verify.
-
-        Args:
-            confidence: [bs, D] the drafter's confidence in each drafted token.
-            caps: int64 [bs], largest length per request.
-            alpha: [bs] per-request alpha, or None for the policy's own.
-
-        Returns:
-            int64 [bs], at most ``caps``; a length above D asks for a further drafting pass.
-        """
-        raise NotImplementedError
-
-    def learn(
-        self,
-        requests: Sequence[Hashable],
-        confidence: np.ndarray,
-        verified: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        """A round's outcome: drafted tokens verified and accepted per request."""
-
-    def learn_times(
-        self,
-        batch: int,
-        draft_rows: int,
-        draft_seconds: float,
-        verify_rows: int,
-        verify_seconds: float,
-    ) -> None:
-        """A round's two forwards, for ``batch`` requests."""
-
-    def learn_elsewhere(self, seconds: float) -> None:
-        """Seconds the round spent outside them."""
+from .policy import Policy
 
 
 @dataclass(frozen=True)
@@ -127,25 +71,6 @@ class LibraSpec(Policy):
         return torch.minimum(lengths, caps)
 
 
-class LibraPolicy(Policy):
-    """Measured cost, calibrated survival, the whole batch at once; see :mod:`.libra`."""
-
-    name = "libra"
-    needs_confidence = True
-    learns = True
-
-    def __init__(self, block_size: int, max_length: int) -> None:
-        self._libra = Libra(block_size, max_length)
-        self.first_draft = self._libra.first_draft
-        self.learn = self._libra.learn
-        self.learn_times = self._libra.learn_times
-        self.learn_elsewhere = self._libra.learn_elsewhere
-
-    def decide(self, confidence, caps, alpha):
-        lengths = self._libra.decide(confidence.cpu().numpy(), caps.cpu().numpy())
-        return torch.from_numpy(lengths).to(confidence.device)
-
-
 def build(
     name: str,
     *,
@@ -174,5 +99,5 @@ def build(
             block_size, max_length, alpha, max_length if wide else min(block_size, max_length)
         )
     if name == "libra":
-        return LibraPolicy(block_size, max_length)
+        return Libra(block_size, max_length)
     raise ValueError(f"unknown policy {name!r}; known: libra, libraspec, static, none")

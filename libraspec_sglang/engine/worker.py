@@ -62,6 +62,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         )
         self._lengths = replace(planned, max_length=min(planned.max_length, self._window_width - 1))
         self._policy = self._lengths.policy()
+        self._policy.prepare()
         self._context_len = int(self.model_runner.model_config.context_len)
         self._tp_group = get_parallel().tp_group
         target_model = target_worker.model_runner.model

@@ -1,0 +1,68 @@
+"""What a length policy is asked and told."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+
+class Policy:
+    """Decides verified lengths; the methods that learn do nothing unless a policy wants them."""
+
+    name: ClassVar[str]
+    needs_confidence: ClassVar[bool] = False
+    """Whether ``decide`` reads the confidences."""
+    learns: ClassVar[bool] = False
+    """Whether outcomes and times should be reported."""
+
+    def prepare(self) -> None:
+        """Do at start-up what the first round would otherwise wait for."""
+
+    def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
+        """Tokens the first drafting pass proposes; 0 skips drafting.
+
+        Args:
+            requests: a key per request of the batch, never reused by another request.
+            cap: the longest length any of them may verify.
+        """
+        raise NotImplementedError
+
+    def decide(
+        self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Lengths to verify.
+
+        Args:
+            confidence: [bs, D] the drafter's confidence in each drafted token.
+            caps: int64 [bs], largest length per request.
+            alpha: [bs] per-request alpha, or None for the policy's own.
+
+        Returns:
+            int64 [bs], at most ``caps``; a length above D asks for a further drafting pass.
+        """
+        raise NotImplementedError
+
+    def learn(
+        self,
+        requests: Sequence[Hashable],
+        confidence: np.ndarray,
+        verified: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """A round's outcome: drafted tokens verified and accepted per request."""
+
+    def learn_times(
+        self,
+        batch: int,
+        draft_rows: int,
+        draft_seconds: float,
+        verify_rows: int,
+        verify_seconds: float,
+    ) -> None:
+        """A round's two forwards, for ``batch`` requests."""
+
+    def learn_elsewhere(self, seconds: float) -> None:
+        """Seconds the round spent outside them."""
