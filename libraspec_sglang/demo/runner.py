@@ -117,7 +117,7 @@ class EngineProcess:
         metas = [a["meta_info"] for a in answers]
         outputs = [a["output_ids"] for a in answers]
         rounds = [m.get("spec_verify_ct", len(o) - 1) for m, o in zip(metas, outputs, strict=True)]
-        verified = [_rows(m, n) * n for m, n in zip(metas, rounds, strict=True)]
+        verified = [rows_per_round(m, n) * n for m, n in zip(metas, rounds, strict=True)]
         return Batch(seconds, outputs, rounds, verified)
 
     def ask(
@@ -182,8 +182,9 @@ class EngineProcess:
 _KEPT = ("LIBRASPEC_CPU", "LIBRASPEC_CACHE")
 
 
-def _rows(meta: dict[str, Any], rounds: int) -> float:
-    """Rows verified per round; built-in algorithms verify the same number every round."""
+def rows_per_round(meta: dict[str, Any], rounds: int) -> float:
+    """Rows verified per round by an answer's ``meta_info``; built-in algorithms verify the same
+    number every round."""
     if "spec_cap_length" in meta:
         return meta["spec_cap_length"]
     return 1.0 + (meta.get("spec_num_proposed_drafts", 0) / rounds if rounds else 0.0)

@@ -19,11 +19,8 @@ from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_parallel, get_spec
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from libraspec_sglang import options
 from libraspec_sglang.drafters import checkpoint
@@ -36,6 +33,7 @@ from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_pat
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 
 from .draft_input import LibraSpecDraftInput
+from .target_pass import TargetPass
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -77,6 +75,7 @@ class LibraSpecWorker(DFlashWorkerV2):
                 self._tp_group if self._tp_group.world_size > 1 else None,
             ),
         )
+        self._target = TargetPass(target_worker, self._window_width)
         self._clock = RoundClock()
         self._trace = self._open_trace()
         self._full_rows = False
@@ -166,10 +165,10 @@ class LibraSpecWorker(DFlashWorkerV2):
         rows = verify_rows(lens, self._window_width, window.anchor.device)
         drafted = torch.cat([window.anchor[:, None], proposal.tokens], dim=1)
         positions = rows.take(window.positions)
-        verify_input = self._verify_input(rows, drafted, positions, kv_plan)
+        verify_input = self._target.prepare(rows, drafted, positions, kv_plan)
         clock.lap("layout")
 
-        target_out = self._target_forward(batch, window, rows, verify_input, kv_plan)
+        target_out = self._target.run(batch, rows, verify_input)
         logits_output = target_out.logits_output
         logits = self._whole_logits(logits_output.next_token_logits)
         logits_output.next_token_logits = logits
@@ -202,7 +201,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=logits_output.hidden_states,
             cache_loc=kv_plan.write_ids(
-                self.draft_model_runner.kv_index_translator, cols=self._cols(rows)
+                self.draft_model_runner.kv_index_translator, cols=verify_input.kv_loc_cols
             ),
             positions=positions,
         )
@@ -302,51 +301,6 @@ class LibraSpecWorker(DFlashWorkerV2):
         """Rank 0 decides; ranks that disagree by a rounding error would hang."""
         if self._tp_group.world_size > 1:
             self._tp_group.broadcast(values, src=0)
-
-    def _verify_input(
-        self, rows: VerifyRows, drafted: torch.Tensor, positions: torch.Tensor, kv_plan
-    ) -> DFlashVerifyInput:
-        if rows.index is None:
-            tokens, layout = drafted[:, : rows.width].reshape(-1), None
-        else:
-            spread = drafted.new_empty((drafted.shape[0], self._window_width))
-            spread[:, : drafted.shape[1]] = drafted
-            tokens, layout = rows.take(spread), _ragged_layout(rows)
-        return DFlashVerifyInput(
-            draft_token=tokens,
-            positions=positions,
-            draft_token_num=rows.width,
-            # Unequal to any captured width, so that a ragged batch never replays a uniform graph.
-            num_tokens_per_req=rows.width if layout is None else 1,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            ragged_verify_layout=layout,
-            kv_loc_plan=kv_plan,
-            kv_loc_cols=self._cols(rows),
-        )
-
-    def _cols(self, rows: VerifyRows):
-        """The part of the window that the rows write."""
-        if rows.index is not None:
-            return rows.index
-        return None if rows.width == self._window_width else slice(0, rows.width)
-
-    def _target_forward(
-        self, batch, window: Window, rows: VerifyRows, verify_input: DFlashVerifyInput, kv_plan
-    ) -> GenerationBatchResult:
-        """One target pass over the packed rows; the batch's host lengths are restored after."""
-        batch.out_cache_loc = kv_plan.virtual_write_ids(cols=self._cols(rows))
-        lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
-        if lens_cpu is not None:
-            batch.seq_lens_cpu = lens_cpu + rows.width
-            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        else:
-            batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
-            batch.seq_lens_sum = int(batch.spec_info.nxt_kv_lens_sum)
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
-        batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
-        return self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
 
     def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """DFLASH defers the tensor-parallel gather of verify logits; finish it."""
@@ -452,19 +406,3 @@ class LibraSpecWorker(DFlashWorkerV2):
             "whole window" if self._full_rows else "ragged",
             self.device,
         )
-
-
-def _ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:
-    """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them)."""
-    device = rows.request.device
-    lens = torch.tensor(rows.lens, dtype=torch.int32).to(device)
-    indptr = torch.zeros(len(rows.lens) + 1, dtype=torch.int32, device=device)
-    torch.cumsum(lens, dim=0, out=indptr[1:])
-    return RaggedVerifyLayout(
-        verify_lens=lens,
-        graph_num_tokens=rows.total,
-        extend_start_loc=indptr[:-1],
-        qo_indptr_device=indptr,
-        verify_lens_cpu=rows.lens,
-        total_verify_tokens=rows.total,
-    )

@@ -1,0 +1,186 @@
+"""Every length policy and every static length on the same prompts, side by side in one run.
+
+    python benchmarks/policies.py --pair test --concurrency 1,4,16 --temperature 0,1 --json
+
+One engine per policy and one for plain decoding; engines take turns on every prompt set, so
+a noisy machine hurts all alike. Cells are prompt set x concurrency x temperature. Per cell and
+policy: tokens per second, eta (against plain decoding in the same cell), tau (tokens per round),
+rows verified per round, wasted rows (verified and not accepted). The last table compares `libra`
+with the best static length *of each cell*, which nobody knows beforehand.
+
+Each engine takes 0.5 (test pair) to 2 GB (real pair) of memory; `--policies` runs fewer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from libraspec_sglang.demo import compare, pairs
+from libraspec_sglang.demo.runner import EngineProcess, rows_per_round
+
+POLICIES = ("static-1", "static-3", "static-7", "static-15", "gemma", "failfast", "libraspec",
+            "libra")  # fmt: skip
+STARTING_AT_ONCE = 2
+
+
+@dataclass
+class Cell:
+    """Sums of one policy over one cell."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+    decoded: int = 0
+    verified: float = 0.0
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def add(self, seconds: float, answers: list[dict[str, Any]]) -> None:
+        self.seconds += seconds
+        for answer in answers:
+            output, meta = answer["output_ids"], answer["meta_info"]
+            rounds = meta.get("spec_verify_ct", len(output) - 1)
+            self.outputs.append(output)
+            self.tokens += len(output)
+            self.rounds += rounds
+            self.decoded += max(0, len(output) - 1)
+            self.verified += rounds * rows_per_round(meta, rounds)
+
+    def row(self) -> dict[str, float]:
+        rounds = max(1, self.rounds)
+        tau, verified = self.decoded / rounds, self.verified / rounds
+        return {"tokens_per_s": self.tokens / self.seconds, "tau": tau, "verified": verified,
+                "wasted": verified - tau, "rounds": self.rounds}  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--pair", choices=pairs.NAMES, default="test")
+    parser.add_argument("--policies", default=",".join(POLICIES),
+                        help=f"static-N verifies N drafted tokens (default: {','.join(POLICIES)})")
+    parser.add_argument("--concurrency", default="1,4,16", help="default: 1,4,16")
+    parser.add_argument("--temperature", default="0,1", help="default: 0,1")
+    parser.add_argument("--limit", type=int, default=8, help="prompts per set (default: 8)")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="default: 96")
+    parser.add_argument("--repeat", type=int, default=1, help="times every cell is run")
+    parser.add_argument("--prompts", type=Path, default=compare.PROMPTS,
+                        help="JSONL with 'dataset' and 'turns' (default: the prompts that ship)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    return parser.parse_args()
+
+
+def prompt_sets(path: Path, limit: int) -> dict[str, list[str]]:
+    """First turns by dataset."""
+    sets: dict[str, list[str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        sets.setdefault(str(row.get("dataset", "prompts")), []).append(row["turns"][0])
+    return {name: texts[:limit] for name, texts in sets.items()}
+
+
+def main() -> int:
+    args = parse()
+    pair = pairs.resolve(args.pair)
+    levels = [int(c) for c in args.concurrency.split(",")]
+    temperatures = [float(t) for t in args.temperature.split(",")]
+    sets = {name: compare.tokenize(pair, texts, room=600)
+            for name, texts in prompt_sets(args.prompts, args.limit).items()}  # fmt: skip
+    base = {
+        "model_path": str(pair.target), "dtype": "float32", "skip_tokenizer_init": True,
+        "max_running_requests": max(levels), "max_total_tokens": max(16000, 900 * max(levels)),
+        "sleep_on_idle": True, "disable_overlap_schedule": True,
+    }  # fmt: skip
+    ours = {**base, "speculative_algorithm": "LIBRASPEC",
+            "speculative_draft_model_path": str(pair.drafter)}  # fmt: skip
+    setups: list[tuple[str, dict, dict]] = [("plain", base, {})]
+    for policy in args.policies.split(","):
+        name, _, length = policy.partition("-")
+        options = {"policy": name, **({"static_length": length} if length else {})}
+        setups.append((policy, ours, options))
+    logs = Path(tempfile.mkdtemp(prefix="libraspec-policies-"))
+    cells: dict[tuple, Cell] = {}
+    with ExitStack() as stack:
+        engines = []
+        firsts = range(0, len(setups), STARTING_AT_ONCE)
+        for first in tqdm(firsts, desc="starting engines", disable=args.json):
+            fresh = [stack.enter_context(EngineProcess(n, a, o, logs / f"{n}.log"))
+                     for n, a, o in setups[first : first + STARTING_AT_ONCE]]  # fmt: skip
+            for engine in fresh:
+                engine.wait_ready()
+                engine.generate(sets[next(iter(sets))][:1], max_new_tokens=8, concurrency=1)
+            engines += fresh
+        grid = list(itertools.product(sets, levels, temperatures, range(args.repeat)))
+        for turn, (name, level, temperature, _) in enumerate(
+            tqdm(grid, desc="cells", disable=args.json)
+        ):
+            sampling = {"temperature": temperature, "max_new_tokens": args.max_new_tokens,
+                        "ignore_eos": True}  # fmt: skip
+            for engine in engines if turn % 2 == 0 else engines[::-1]:
+                requests = [
+                    {"input_ids": ids, "sampling_params": {**sampling, "sampling_seed": i}}
+                    for i, ids in enumerate(sets[name])
+                ]
+                seconds, answers = engine.ask(requests, concurrency=level, flush=True)
+                key = (name, level, temperature, engine.name)
+                cells.setdefault(key, Cell()).add(seconds, answers)
+    rows = summary(cells)
+    if args.json:
+        print(json.dumps({"pair": args.pair, "cells": rows}))
+    else:
+        show(rows)
+    return 0 if all(r["identical"] for r in rows) else 1
+
+
+def summary(cells: dict[tuple, Cell]) -> list[dict[str, Any]]:
+    """A row per cell and policy. Seeds make sampled outputs comparable token for token too."""
+    rows = []
+    for (name, level, temperature, policy), cell in cells.items():
+        plain = cells[name, level, temperature, "plain"]
+        row = cell.row()
+        rows.append({"set": name, "concurrency": level, "temperature": temperature,
+                     "policy": policy, "eta": row["tokens_per_s"] / plain.row()["tokens_per_s"],
+                     "identical": cell.outputs == plain.outputs, **row})  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    policies = list(dict.fromkeys(r["policy"] for r in rows))
+    statics = [p for p in policies if p.startswith("static-")]
+    for level, temperature in dict.fromkeys((r["concurrency"], r["temperature"]) for r in rows):
+        here = [r for r in rows if (r["concurrency"], r["temperature"]) == (level, temperature)]
+        print(f"\nconcurrency {level}, temperature {temperature:g} (mean over the prompt sets)")
+        print(f"{'':12}{'eta':>7}{'tau':>7}{'verified':>10}{'wasted':>8}   eta by set")
+        for policy in policies:
+            own = [r for r in here if r["policy"] == policy]
+            mean = {k: statistics.fmean(r[k] for r in own)
+                    for k in ("eta", "tau", "verified", "wasted")}  # fmt: skip
+            by_set = "  ".join(f"{r['set']} {r['eta']:.2f}" for r in own)
+            print(f"{policy:12}{mean['eta']:7.2f}{mean['tau']:7.2f}{mean['verified']:10.2f}"
+                  f"{mean['wasted']:8.2f}   {by_set}")  # fmt: skip
+    if "libra" in policies and statics:
+        print("\nlibra against the best static length of each cell")
+        ratios = []
+        for cell in dict.fromkeys((r["set"], r["concurrency"], r["temperature"]) for r in rows):
+            here = {r["policy"]: r["eta"] for r in rows
+                    if (r["set"], r["concurrency"], r["temperature"]) == cell}  # fmt: skip
+            best = max(statics, key=here.__getitem__)
+            ratios.append(here["libra"] / here[best])
+            print(f"  {cell[0]:12} concurrency {cell[1]:2d} temperature {cell[2]:g}: "
+                  f"{ratios[-1]:.3f} (best: {best}; plain: {here['libra']:.2f}x)")  # fmt: skip
+        print(f"  mean {statistics.fmean(ratios):.3f}")
+    print("outputs:", "identical to plain decoding in all cells"
+          if all(r["identical"] for r in rows) else "NOT identical in some cells")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

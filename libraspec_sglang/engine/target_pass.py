@@ -1,0 +1,85 @@
+"""The target's forward over a round's packed rows."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+from libraspec_sglang.verify.layout import VerifyRows
+
+
+class TargetPass:
+    """Verifies the rows of a window of ``window_width`` slots."""
+
+    def __init__(self, target_worker, window_width: int) -> None:
+        self._target_worker = target_worker
+        self._window_width = window_width
+
+    def prepare(
+        self, rows: VerifyRows, drafted: torch.Tensor, positions: torch.Tensor, kv_plan
+    ) -> DFlashVerifyInput:
+        """SGLang's verify input.
+
+        Args:
+            rows: which part of each window is verified.
+            drafted: [bs, 1 + D] anchor and drafted tokens.
+            positions: [rows.total] of the packed rows.
+            kv_plan: the windows' KV slots.
+        """
+        if rows.index is None:
+            tokens, layout = drafted[:, : rows.width].reshape(-1), None
+            columns = None if rows.width == self._window_width else slice(0, rows.width)
+        else:
+            spread = drafted.new_empty((drafted.shape[0], self._window_width))
+            spread[:, : drafted.shape[1]] = drafted
+            tokens, layout, columns = rows.take(spread), _ragged_layout(rows), rows.index
+        return DFlashVerifyInput(
+            draft_token=tokens,
+            positions=positions,
+            draft_token_num=rows.width,
+            # Unequal to any captured width, so that a ragged batch never replays a uniform graph.
+            num_tokens_per_req=rows.width if layout is None else 1,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            ragged_verify_layout=layout,
+            kv_loc_plan=kv_plan,
+            kv_loc_cols=columns,
+        )
+
+    def run(
+        self, batch, rows: VerifyRows, verify_input: DFlashVerifyInput
+    ) -> GenerationBatchResult:
+        """One target pass; the batch's host lengths are restored after it was set up."""
+        batch.out_cache_loc = verify_input.kv_loc_plan.virtual_write_ids(
+            cols=verify_input.kv_loc_cols
+        )
+        lens_cpu, lens_sum = batch.seq_lens_cpu, batch.seq_lens_sum
+        if lens_cpu is not None:
+            batch.seq_lens_cpu = lens_cpu + rows.width
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        else:
+            batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
+            batch.seq_lens_sum = int(batch.spec_info.nxt_kv_lens_sum)
+        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
+        batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
+        return self._target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+
+
+def _ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:
+    """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them)."""
+    device = rows.request.device
+    lens = torch.tensor(rows.lens, dtype=torch.int32).to(device)
+    indptr = torch.zeros(len(rows.lens) + 1, dtype=torch.int32, device=device)
+    torch.cumsum(lens, dim=0, out=indptr[1:])
+    return RaggedVerifyLayout(
+        verify_lens=lens,
+        graph_num_tokens=rows.total,
+        extend_start_loc=indptr[:-1],
+        qo_indptr_device=indptr,
+        verify_lens_cpu=rows.lens,
+        total_verify_tokens=rows.total,
+    )
