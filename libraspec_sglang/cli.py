@@ -1,4 +1,4 @@
-"""The ``libraspec`` command: serve, demo, check, env."""
+"""The ``libraspec`` command: serve, demo, replay, check, env."""
 
 from __future__ import annotations
 
@@ -109,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="one JSON object on standard output")
     demo.set_defaults(run=_demo)
 
+    _add_replay(commands)
+
     check = commands.add_parser(
         "check",
         help="versions, contract, device, kernels; one line each, non-zero exit on a fault",
@@ -123,6 +125,80 @@ def _parser() -> argparse.ArgumentParser:
     )
     env.set_defaults(run=_env)
     return parser
+
+
+def _add_replay(commands) -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="what other policies, batch sizes or machines would have made of a recorded trace",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_REPLAY_HELP,
+    )
+    replay.add_argument("trace", type=Path, metavar="TRACE", help="file of --libraspec-trace")
+    replay.add_argument(
+        "--cost",
+        type=Path,
+        required=True,
+        metavar="COST.yaml",
+        help="what rounds cost: configs/cost/ has an A100, an H100 and a B200",
+    )
+    replay.add_argument(
+        "--policy",
+        type=_names,
+        default="none,static,gemma,failfast,libraspec,libra,expected-optimal,clairvoyant",
+        metavar="A,B,...",
+        help="policies, each as NAME or NAME:VALUE; default: %(default)s",
+    )
+    replay.add_argument(
+        "--batch", type=_numbers, default=[1], metavar="N,N", help="batch sizes (default: 1)"
+    )
+    replay.add_argument(
+        "--alpha", metavar="X", help="alpha of libraspec (default: 2.2; libraspec:X for several)"
+    )
+    replay.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        help="d_max (default: one and a half blocks); static and the oracles do not heed it",
+    )
+    replay.add_argument(
+        "--block-size",
+        type=_block,
+        default=16,
+        metavar="N",
+        help="the drafter's block, anchor included (default: 16)",
+    )
+    replay.add_argument(
+        "--explain",
+        type=_positive,
+        metavar="N",
+        help="also print, for round N of every policy at the first batch size, each request's "
+        "survivals, marginal gain and cost, their ratio and where it stopped",
+    )
+    replay.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    replay.set_defaults(run=_replay)
+
+
+_REPLAY_HELP = """\
+Evaluate length policies offline: what they would have verified and gained on the rounds of a
+recorded trace, paid by a cost file. Record the trace with every drafted token verified, so that
+nothing about acceptance has to be guessed:
+
+  libraspec serve --libraspec-policy static --libraspec-static-length 24 \\
+      --libraspec-trace trace.jsonl
+  libraspec replay trace.jsonl --cost configs/cost/h100.yaml --batch 1,8,32,128
+  libraspec replay trace.jsonl --cost configs/cost/h100.yaml \\
+      --policy static:3,static:7,libraspec:1.8,failfast:0.5,libra --explain 40
+
+Policies: none, static[:LENGTH], gemma, failfast[:THRESHOLD], libraspec[:ALPHA], libra, and two
+oracles: clairvoyant (knows what will be accepted) and expected-optimal (knows every token's
+probability; fitted on the whole trace). Columns: tokens/s of the batch; eta, over plain decoding;
+tau, tokens per request and round; length, drafted tokens verified; wasted, of them not accepted;
+deviation, mean absolute difference of the length from the clairvoyant's.
+
+Batches are formed by walking through the trace with N requests side by side. A round's acceptance
+is taken from the trace whatever was accepted before it: rounds are exchangeable samples.
+"""
 
 
 def _positive(text: str) -> int:
@@ -144,6 +220,14 @@ def _blocks(text: str) -> list[int]:
     if max(sizes) > 64 or min(sizes) < 2:
         raise argparse.ArgumentTypeError("block sizes are 2 to 64")
     return sizes
+
+
+def _block(text: str) -> int:
+    return _blocks(text)[0]
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 def _serve(arguments: list[str]) -> int:
@@ -208,6 +292,23 @@ def _demo(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     print(json.dumps(result) if args.json else compare.table(result))
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from .controller.cost_file import CostError
+    from .observe import replay, replay_table
+    from .observe.trace_reader import TraceError
+
+    setting = replay.Setting(args.block_size, args.max_length, args.alpha)
+    try:
+        report = replay_table.run(
+            args.trace, args.cost, args.policy, args.batch, setting, explain=args.explain
+        )
+    except (CostError, TraceError, replay.ReplayError) as error:
+        print(f"libraspec: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report) if args.json else replay_table.table(report))
     return 0
 
 

@@ -26,7 +26,7 @@ FLAG_PREFIX = "--libraspec-"
 REQUEST_PREFIX = "libraspec_"
 
 MAX_ALPHA = 1e6  # verifies everything long before
-PolicyName = Literal["auto", "libra", "libraspec", "static", "none"]
+PolicyName = Literal["auto", "libra", "libraspec", "failfast", "gemma", "static", "none"]
 ExtensionName = Literal["wide", "block"]
 
 
@@ -43,9 +43,10 @@ class Options(BaseModel):
         "auto",
         description="How many drafted tokens each request verifies per round: 'libra' (measured "
         "cost, calibrated confidences, the whole batch at once), 'libraspec' (Algorithm 1 of "
-        "arXiv 2608.08721), 'static' (always --libraspec-static-length), 'none' (plain decoding, "
-        "nothing is drafted). 'auto' is libra where rounds can be timed from the host (CPU), else "
-        "libraspec.",
+        "arXiv 2608.08721), 'failfast' (grows by increments while the drafter is confident), "
+        "'gemma' (+2 after a round accepted whole, else -1), 'static' (always "
+        "--libraspec-static-length), 'none' (plain decoding, nothing is drafted). 'auto' is libra "
+        "where rounds can be timed from the host (CPU), else libraspec.",
     )
     alpha: float = Field(
         2.2,
@@ -70,12 +71,27 @@ class Options(BaseModel):
         description="Drafted tokens verified per round under --libraspec-policy static. Default: "
         "the draft checkpoint's block size minus one (what SGLang's DFLASH verifies).",
     )
+    threshold: float = Field(
+        0.45,
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+        description="tau of policy 'failfast': an increment with a confidence below it is the "
+        "last. FailFast's own default; 0.4 to 0.5 in its settings.",
+    )
+    increment: int = Field(
+        10,
+        ge=1,
+        le=256,
+        description="N of policy 'failfast': drafted tokens verified at first and added at a time, "
+        "up to --libraspec-max-length. FailFast's own default.",
+    )
     extension: ExtensionName = Field(
         "wide",
         description="Where tokens past the first block come from: 'wide' drafts d_max tokens in "
         "one pass, 'block' drafts one block and a further one, conditioned on the drafted "
-        "tokens, only when the controller asks for it. Policy 'libraspec' only; 'libra' chooses "
-        "the width of its one pass itself.",
+        "tokens, only when the controller asks for it. Policies 'libraspec' and 'failfast' (whose "
+        "block is the increment) only; 'libra' chooses the width of its one pass itself.",
     )
     trace: str | None = Field(
         None,

@@ -13,7 +13,9 @@ from typing import ClassVar
 
 import torch
 
-from . import criterion
+from . import criterion, failfast
+from .failfast import FailFast
+from .gemma import Gemma
 from .libra import Libra
 from .policy import Policy
 
@@ -79,16 +81,21 @@ def build(
     alpha: float,
     static_length: int,
     wide: bool,
+    threshold: float = failfast.THRESHOLD,
+    increment: int = failfast.INCREMENT,
 ) -> Policy:
     """The policy called ``name``.
 
     Args:
-        name: ``libra``, ``libraspec``, ``static`` or ``none``.
+        name: ``libra``, ``libraspec``, ``failfast``, ``gemma``, ``static`` or ``none``.
         block_size: n, tokens one drafting pass brings (a DFlash block less its anchor).
         max_length: d_max.
         alpha: T / (tau c), of ``libraspec``.
         static_length: length of ``static``.
-        wide: ``libraspec`` drafts ``max_length`` tokens in the first pass instead of one block.
+        wide: ``libraspec`` and ``failfast`` draft ``max_length`` tokens in the first pass instead
+            of one block or increment.
+        threshold: tau of ``failfast``.
+        increment: N of ``failfast``.
     """
     if name == "none":
         return NoDraft()
@@ -98,6 +105,13 @@ def build(
         return LibraSpec(
             block_size, max_length, alpha, max_length if wide else min(block_size, max_length)
         )
+    if name == "failfast":
+        width = max_length if wide else min(increment, max_length)
+        return FailFast(increment, threshold, max_length, width)
+    if name == "gemma":
+        return Gemma(block_size, max_length)
     if name == "libra":
         return Libra(block_size, max_length)
-    raise ValueError(f"unknown policy {name!r}; known: libra, libraspec, static, none")
+    raise ValueError(
+        f"unknown policy {name!r}; known: libra, libraspec, failfast, gemma, static, none"
+    )

@@ -52,6 +52,8 @@ class LengthPlan:
         window: slots a round reserves per request: the anchor and the longest length.
         alpha: T / (tau c).
         wide: one wide first pass instead of further blocks.
+        threshold: tau of ``failfast``.
+        increment: N of ``failfast``.
     """
 
     policy_name: str
@@ -61,6 +63,8 @@ class LengthPlan:
     window: int
     alpha: float
     wide: bool
+    threshold: float
+    increment: int
 
     def policy(self) -> policies.Policy:
         """The policy object. A block of B slots drafts n = B - 1 tokens (slot 0 is the anchor)."""
@@ -71,6 +75,8 @@ class LengthPlan:
             alpha=self.alpha,
             static_length=self.static_length,
             wide=self.wide,
+            threshold=self.threshold,
+            increment=self.increment,
         )
 
 
@@ -110,6 +116,8 @@ def plan_lengths(
         window=1 + longest,
         alpha=options.alpha,
         wide=options.extension == "wide",
+        threshold=options.threshold,
+        increment=options.increment,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from libraspec_sglang import cli
 from libraspec_sglang.demo import compare
-from libraspec_sglang.demo.runner import Batch, EngineProcess, RunnerError, _rows
+from libraspec_sglang.demo.runner import Batch, EngineProcess, RunnerError, rows_per_round
 from libraspec_sglang.observe.trace import RoundClock, TraceWriter
 
 
@@ -74,9 +74,9 @@ def test_table_compares_with_plain_and_says_whether_outputs_agree():
 
 
 def test_rows_per_round_of_built_in_algorithms():
-    assert _rows({"spec_cap_length": 3.5}, 10) == 3.5
-    assert _rows({"spec_num_proposed_drafts": 70}, 10) == 8.0
-    assert _rows({}, 10) == 1.0
+    assert rows_per_round({"spec_cap_length": 3.5}, 10) == 3.5
+    assert rows_per_round({"spec_num_proposed_drafts": 70}, 10) == 8.0
+    assert rows_per_round({}, 10) == 1.0
 
 
 def test_an_engine_that_fails_shows_the_end_of_its_log(tmp_path):
