@@ -41,7 +41,7 @@ def resolve(name: str) -> Pair:
             name="test",
             target=HERE / "bytes-target",
             drafter=HERE / "bytes-dflash",
-            chat=False,
+            chat=True,
             stop=(),
             block_size=16,
             mask_token_id=258,
