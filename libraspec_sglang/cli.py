@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from . import __version__, options
@@ -36,6 +37,9 @@ def _reported(run, argument) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,10 +141,10 @@ def _add_replay(commands) -> None:
     replay.add_argument("trace", type=Path, metavar="TRACE", help="file of --libraspec-trace")
     replay.add_argument(
         "--cost",
-        type=Path,
+        type=_cost,
         required=True,
-        metavar="COST.yaml",
-        help="what rounds cost: configs/cost/ has an A100, an H100 and a B200",
+        metavar="COST",
+        help="what rounds cost: a YAML file, or a100, h100 or b200, which ship",
     )
     replay.add_argument(
         "--policy",
@@ -164,9 +168,8 @@ def _add_replay(commands) -> None:
     replay.add_argument(
         "--block-size",
         type=_block,
-        default=16,
         metavar="N",
-        help="the drafter's block, anchor included (default: 16)",
+        help="the drafter's block, anchor included (default: the trace's)",
     )
     replay.add_argument(
         "--explain",
@@ -186,8 +189,8 @@ nothing about acceptance has to be guessed:
 
   libraspec serve --libraspec-policy static --libraspec-static-length 24 \\
       --libraspec-trace trace.jsonl
-  libraspec replay trace.jsonl --cost configs/cost/h100.yaml --batch 1,8,32,128
-  libraspec replay trace.jsonl --cost configs/cost/h100.yaml \\
+  libraspec replay trace.jsonl --cost h100 --batch 1,8,32,128
+  libraspec replay trace.jsonl --cost h100 \\
       --policy static:3,static:7,libraspec:1.8,failfast:0.5,libra --explain 40
 
 Policies: none, static[:LENGTH], gemma, failfast[:THRESHOLD], libraspec[:ALPHA], libra, and two
@@ -223,7 +226,17 @@ def _blocks(text: str) -> list[int]:
 
 
 def _block(text: str) -> int:
-    return _blocks(text)[0]
+    blocks = _blocks(text)
+    if len(blocks) > 1:
+        raise argparse.ArgumentTypeError("must be one number")
+    return blocks[0]
+
+
+def _cost(text: str) -> Path:
+    shipped = resources.files("libraspec_sglang.configs") / "cost" / f"{text}.yaml"
+    if Path(text).name == text and not Path(text).exists() and shipped.is_file():
+        return Path(str(shipped))
+    return Path(text)
 
 
 def _names(text: str) -> list[str]:

@@ -37,10 +37,15 @@ def allocate(
 
     Returns:
         int64 [bs] lengths, each in 0..min(D, cap); ties go to fewer rows.
+
+    Raises:
+        ValueError: caps of another number or kind.
     """
     values = np.ascontiguousarray(survival, dtype=np.float64)
     bs, depth = values.shape
     limits = np.full(bs, depth) if caps is None else np.asarray(caps).clip(0, depth)
+    if limits.shape != (bs,) or limits.dtype.kind not in "iu":
+        raise ValueError(f"caps must be {bs} integers, got {caps!r}")
     limits = np.ascontiguousarray(limits, dtype=np.int64)
     totals = np.arange(bs, bs + int(limits.sum()) + 1)
     return best_lengths(values, limits, draft_cost + _costs(cost, totals))

@@ -39,7 +39,12 @@ class Calibration:
         self.observed = 0
 
     def probability(self, confidence: np.ndarray) -> np.ndarray:
-        """p of the same shape [bs, D'] as the confidences, D' <= depth; NaN counts as 0."""
+        """p of the same shape [bs, D'] as the confidences; NaN counts as 0.
+
+        Raises:
+            ValueError: D' > depth.
+        """
+        self._check(confidence)
         return _probability(_floats(confidence), self._base, self._slope)
 
     def survival(self, confidence: np.ndarray) -> np.ndarray:
@@ -53,7 +58,11 @@ class Calibration:
             confidence: [bs, D'] as drafted.
             verified: [bs] drafted tokens that were verified.
             accepted: [bs] of them accepted.
+
+        Raises:
+            ValueError: D' > depth.
         """
+        self._check(confidence)
         self.observed += _count(
             _floats(confidence), _integers(verified), _integers(accepted),
             self._seen, self._accepted,
@@ -62,6 +71,11 @@ class Calibration:
         if self._stale >= REFRESH_EVERY:
             _refresh(self._seen, self._accepted, self._base, self._slope)
             self._stale = 0
+
+    def _check(self, confidence: np.ndarray) -> None:
+        """Compiled loops do not check bounds."""
+        if confidence.shape[1] > len(self._seen):
+            raise ValueError(f"{confidence.shape[1]} positions, at most {len(self._seen)}")
 
 
 def _floats(values: np.ndarray) -> np.ndarray:

@@ -34,7 +34,9 @@ class RowCost:
         return self._weight
 
     def observe(self, rows: int, seconds: float) -> None:
-        """One forward over ``rows`` rows took ``seconds``."""
+        """One forward over ``rows`` rows took ``seconds``; what is not a time is ignored."""
+        if not 0.0 <= seconds < math.inf:
+            return
         if self._weight > 20.0:
             seconds = min(seconds, self.OUTLIER * float(self(rows)))
         keep = math.exp(-1.0 / self.MEMORY)

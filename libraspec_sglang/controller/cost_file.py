@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 VERSION = 1
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=1e-9, le=3600, allow_inf_nan=False)]
 
 
 class CostError(ValueError):
@@ -44,7 +44,7 @@ class Forward(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     interpolation: Literal["linear", "step"] = "linear"
-    rows: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    rows: list[Annotated[int, Field(ge=1, le=2**31)]] = Field(min_length=1)
     seconds: list[Positive] = Field(min_length=1)
     per_request: Seconds = 0.0
     per_context_token: Seconds = 0.0
@@ -121,7 +121,9 @@ def read(path: str | Path) -> Cost:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise CostError(f"{path}:{line}: not YAML: {getattr(error, 'problem', error)}") from None
-    if not isinstance(content, dict):
+    except (ValueError, KeyError, OverflowError, RecursionError) as error:  # a tag, a date, a depth
+        raise CostError(f"{path}: not a cost file: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise CostError(f"{path}:1: not a cost file: needs keys like version, device, verify")
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:

@@ -24,6 +24,9 @@ from .runner import Batch, EngineProcess
 
 STARTING_AT_ONCE = 2
 """Engines start mostly on one core each."""
+FULL_BATCHES = 4
+"""Prompts per request in flight in a turn, at least: at its end fewer are in flight than asked for,
+and a turn that mostly ends measures that instead."""
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
 
@@ -208,7 +211,7 @@ def take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet)
         file=sys.stderr,
     ) as bar:
         for concurrency in concurrencies:
-            size = max(concurrency, -(-len(ids) // slices))
+            size = max(FULL_BATCHES * concurrency, -(-len(ids) // slices))
             for turn, start in enumerate(range(0, len(ids), size)):
                 part = ids[start : start + size]
                 order = engines if turn % 2 == 0 else engines[::-1]

@@ -77,7 +77,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         )
         self._target = TargetPass(target_worker, self._window_width)
         self._clock = RoundClock()
-        self._trace = self._open_trace()
+        self._trace = self._open_trace(draft.block_size)
         self._full_rows = False
         self._draft_vocabulary = draft.hot_token_ids and len(draft.hot_token_ids)
 
@@ -361,12 +361,17 @@ class LibraSpecWorker(DFlashWorkerV2):
 
     # -- saying what happens -------------------------------------------------------------
 
-    def _open_trace(self) -> TraceWriter | None:
+    def _open_trace(self, block_size: int) -> TraceWriter | None:
         if self._options.trace is None or self._tp_group.rank_in_group != 0:
             return None
         writer = TraceWriter(
             self._options.trace,
-            {"policy": self._policy.name, "window": self._window_width, "device": str(self.device)},
+            {
+                "policy": self._policy.name,
+                "block_size": block_size,
+                "window": self._window_width,
+                "device": str(self.device),
+            },
         )
         atexit.register(writer.close)
         return writer

@@ -15,7 +15,7 @@ traced one. Acceptance that the trace did not observe is drawn (see :mod:`.trace
 Two oracles, possible only here: ``clairvoyant`` knows what will be accepted, ``expected-optimal``
 knows each token's probability. Both maximise tokens per second over the whole replay (Dinkelbach's
 iteration: a token is worth 1, a second the rate so far, until the rate stands), so in replay no
-policy can beat the first.
+policy can beat the first where more rows never cost less.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ ORACLES = (CLAIRVOYANT, EXPECTED)
 ONLINE = ("libra", "libraspec", "failfast", "gemma", "static", "none")
 PARAMETER = {"static": "static_length", "libraspec": "alpha", "failfast": "threshold"}
 """What VALUE stands for in a policy given as NAME:VALUE."""
+UNKNOWN_BLOCK = 16
+"""Slots of a block where neither the user nor the trace says."""
+LARGEST_BATCH = 4096
 LEAST_ROUNDS = 1000
 """Rounds of a batch that are played at least; a learning policy's start is among them."""
 CHUNK = 2048
@@ -127,12 +130,12 @@ class Setting:
     """How policies are built.
 
     Attributes:
-        block_size: slots of the drafter's block, anchor included.
+        block_size: slots of the drafter's block, anchor included; None: the trace's.
         max_length: d_max; cut to what the trace drafted.
         alpha: of ``libraspec``, as a number or its text, or None for the default.
     """
 
-    block_size: int = 16
+    block_size: int | None = None
     max_length: int | None = None
     alpha: float | str | None = None
 
@@ -147,6 +150,8 @@ class Setting:
             ReplayError: unknown, or its parameter is out of range.
         """
         name, colon, value = spec.partition(":")
+        if name in ORACLES or (colon and not value):
+            raise ReplayError(f"policy {spec!r}: a value is {'not taken' if value else 'missing'}")
         if name not in ONLINE:
             raise ReplayError(f"unknown policy {spec!r}; known: {', '.join((*ONLINE, *ORACLES))}")
         if colon and name not in PARAMETER:
@@ -158,9 +163,10 @@ class Setting:
             chosen = load(_as_environment(given))
         except OptionError as error:
             raise ReplayError(f"policy {spec!r}: {error}") from None
-        most = checkpoint.plan_lengths(chosen, self.block_size, host_timed=True).max_length
+        block = self.block_size or UNKNOWN_BLOCK
+        most = checkpoint.plan_lengths(chosen, block, host_timed=True).max_length
         chosen = chosen.model_copy(update={"max_length": min(most, depth)})
-        return checkpoint.plan_lengths(chosen, self.block_size, host_timed=True).policy()
+        return checkpoint.plan_lengths(chosen, block, host_timed=True).policy()
 
 
 def _as_environment(given: dict[str, object]) -> dict[str, str]:
@@ -319,18 +325,20 @@ def evaluate(
     Raises:
         ReplayError: as of :meth:`Setting.policy`.
     """
+    if batch > LARGEST_BATCH:
+        raise ReplayError(f"--batch {batch}: at most {LARGEST_BATCH}")
     depth = rounds.confidence.shape[1]
-    online = {s: setting.policy(s, depth) for s in policies if s not in ORACLES}
+    online = [None if s in ORACLES else setting.policy(s, depth) for s in policies]
     schedule, prices = Schedule.of(rounds, batch), Prices.of(cost, batch, depth)
     clairvoyant = play_oracle(CLAIRVOYANT, rounds, schedule, prices)
     games = []
-    for spec in policies:
+    for spec, policy in zip(policies, online, strict=True):
         if spec == CLAIRVOYANT:
             games.append(clairvoyant)
         elif spec == EXPECTED:
             games.append(play_oracle(spec, rounds, schedule, prices))
         else:
-            games.append(play(online[spec], rounds, schedule, prices))
+            games.append(play(policy, rounds, schedule, prices))
     results = [
         _score(spec, game, clairvoyant, rounds, schedule, prices)
         for spec, game in zip(policies, games, strict=True)

@@ -44,7 +44,9 @@ def explain(
         policy = setting.policy(spec, depth)
         if isinstance(policy, Libra):
             play(policy, rounds, schedule, prices, steps=step)
-            survival = policy.calibration.survival(confidence)
+            reach = min(depth, policy.max_length)  # deeper positions it never drafts
+            survival = np.zeros(confidence.shape)
+            survival[:, :reach] = policy.calibration.survival(confidence[:, :reach])
             if policy.verify_cost.known:
                 draft = policy.draft_cost.at(batch)(batch * (width + 1)) if width else 0.0
                 seconds = policy.elsewhere + draft + policy.verify_cost.at(batch)(around)

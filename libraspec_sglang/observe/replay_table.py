@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ def run(
         if spec not in replay.ORACLES:
             setting.policy(spec, depth=1)  # a wrong name should not wait for the trace
     rounds = trace_reader.read(trace)
+    if setting.block_size is None:
+        setting = replace(setting, block_size=rounds.block_size)
     results, explained, notes = [], [], list(rounds.notes)
     began, played = time.perf_counter(), 0
     for batch in batches:

@@ -43,6 +43,7 @@ class Rounds:
         request: int64 [T] number of the request, from 0.
         notes: what a reader of the figures should know.
         imputed: positions whose acceptance was drawn, not observed.
+        block_size: slots of the drafter's block, anchor included, where the trace says.
     """
 
     confidence: np.ndarray
@@ -53,6 +54,7 @@ class Rounds:
     request: np.ndarray
     imputed: int
     notes: list[str]
+    block_size: int | None = None
 
     def __len__(self) -> int:
         return len(self.depth)
@@ -71,6 +73,7 @@ class _Columns:
     request: array = field(default_factory=lambda: array("q"))
     numbers: dict[str, int] = field(default_factory=dict)
     plain: int = 0
+    block_size: int | None = None
 
 
 def read(path: str | Path) -> Rounds:
@@ -89,13 +92,13 @@ def read(path: str | Path) -> Rounds:
             for number, line in enumerate(file, 1):
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if number > 1 and not line.endswith("\n"):
                         notes.append(f"line {number}, the last, is cut off and was skipped")
                         break
                     raise TraceError(f"{path}:{number}: not JSON: {error}") from None
                 if number == 1:
-                    _check_header(path, row)
+                    columns.block_size = _block_size(path, row)
                 else:
                     _take(columns, row, f"{path}:{number}")
     except (OSError, UnicodeDecodeError) as error:
@@ -114,15 +117,20 @@ def read(path: str | Path) -> Rounds:
     return _arrays(columns, notes)
 
 
-def _check_header(path: str | Path, row: Any) -> None:
+def _block_size(path: str | Path, row: Any) -> int | None:
+    """The header's block size, once the header is found to be one."""
     version = row.get("libraspec_trace") if isinstance(row, dict) else None
-    if not isinstance(version, int):
+    if type(version) is not int or version < 1:
         raise TraceError(f"{path}:1: not a LibraSpec trace: no 'libraspec_trace' version in it")
     if version > VERSION:
         raise TraceError(
             f"{path}:1: trace version {version} is newer than this program reads ({VERSION}); "
             "update libraspec-sglang"
         )
+    block = row.get("block_size")
+    if block is not None and (type(block) is not int or block < 2):
+        raise TraceError(f"{path}:1: block_size {block!r} must be an integer of at least 2")
+    return block
 
 
 def _take(columns: _Columns, row: Any, where: str) -> None:
@@ -136,6 +144,8 @@ def _take(columns: _Columns, row: Any, where: str) -> None:
                     f"needs 1 <= gained <= verified <= drafted + 1, has {gained}, {rows} and "
                     f"{len(confidence) + 1}"
                 )
+            if context < 0:
+                raise ValueError(f"context {context} is negative")
             if chances and len(chances) != len(confidence):
                 raise ValueError("'probability' and 'confidence' differ in length")
             if not confidence:
@@ -150,7 +160,7 @@ def _take(columns: _Columns, row: Any, where: str) -> None:
             columns.request.append(columns.numbers.setdefault(str(name), len(columns.numbers)))
     except KeyError as error:
         raise TraceError(f"{where}: the round has no {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise TraceError(f"{where}: malformed round: {error}") from None
 
 
@@ -175,8 +185,9 @@ def _arrays(columns: _Columns, notes: list[str]) -> Rounds:
         notes.append("acceptance probabilities are the trace's own")
     reached, imputed = _reached(chance, depth, verified, accepted)
     return Rounds(
-        confidence, chance.astype(np.float32), depth, reached, context, request, imputed, notes
-    )
+        confidence, chance.astype(np.float32), depth, reached, context, request, imputed, notes,
+        columns.block_size,
+    )  # fmt: skip
 
 
 def _padded(values: array, drafted: np.ndarray) -> np.ndarray:

@@ -85,6 +85,12 @@ def test_allocate_defined_answers():
     assert allocate([[0.5, 0.9]], flat).tolist() == [2]  # a rise is cut to its predecessor
 
 
+def test_allocate_refuses_caps_of_another_kind():
+    for caps in ([1], [1, 2, 3, 4], [1.5, 1.0, 0.0]):
+        with pytest.raises(ValueError, match="caps must be 3 integers"):
+            allocate(np.ones((3, 4)), lambda rows: 1.0, caps)
+
+
 def test_expected_gain_matches_criterion():
     q = [0.9, 0.5, 0.2]
     assert np.allclose(np.cumprod(q).cumsum(), criterion.expected_accepted(q))
@@ -95,6 +101,10 @@ class TestCalibration:
         q = np.array([[0.3, 0.9]])
         assert Calibration(4).probability(q) == pytest.approx(q, rel=1e-6)
         assert Calibration(4).probability(np.array([[np.nan]])).tolist() == [[0.0]]
+
+    def test_deeper_than_the_table_is_refused(self):
+        with pytest.raises(ValueError, match="9 positions, at most 4"):
+            Calibration(4).probability(np.full((2, 9), 0.5))
 
     def learn(self, truth, rounds=600, depth=4, bs=2, verified=None, seed=0):
         """Feed rounds in which token k is accepted with probability truth(q)."""
@@ -193,6 +203,13 @@ class TestRowCost:
             assert slope == pytest.approx(0.1, rel=0.15)
             assert start == pytest.approx(3.0 + 4.0 * batch, rel=0.02)
         assert cost.at(5) is cost.at(4)  # never seen: the nearest
+
+    def test_what_is_not_a_time_is_ignored(self):
+        cost = RowCost(0.01)
+        cost.observe(4, 1.0)
+        for seconds in (float("nan"), float("inf"), -1.0):
+            cost.observe(4, seconds)
+        assert cost(4) == pytest.approx(1.0)
 
     def test_arrays(self):
         cost = RowCost(0.01)

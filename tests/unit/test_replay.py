@@ -15,7 +15,7 @@ from libraspec_sglang import cli
 from libraspec_sglang.controller import cost_file
 from libraspec_sglang.controller.cost_file import Cost, Forward
 from libraspec_sglang.controller.policies import LibraSpec
-from libraspec_sglang.observe import replay, replay_explain, trace_reader
+from libraspec_sglang.observe import replay, replay_explain, replay_table, trace_reader
 from libraspec_sglang.observe.replay import Prices, ReplayError, Schedule, Setting
 
 H100 = Path(__file__).parents[2] / "configs" / "cost" / "h100.yaml"
@@ -117,6 +117,20 @@ class TestSimulation:
         assert len(np.unique(games[0].lengths)) > 3
         assert np.array_equal(games[0].lengths, games[1].lengths)
         assert np.array_equal(games[0].widths, games[1].widths)
+
+    def test_a_policy_asked_for_twice_starts_afresh(self):
+        rounds, prices = made_up(1500), cost_file.read(H100)
+        for spec in ("libra", "gemma"):
+            (first, again), _ = replay.evaluate(rounds, prices, [spec, spec], 4, Setting())
+            assert first == again
+
+    def test_the_block_size_is_the_traces_unless_given(self, tmp_path):
+        file = tmp_path / "trace.jsonl"
+        file.write_text('{"libraspec_trace": 1, "block_size": 8}\n' + line(confidence=(0.9,) * 12)
+                        + "\n")  # fmt: skip
+        for block, length in ((None, 7.0), (4, 3.0)):
+            told = replay_table.run(file, H100, ["static"], [1], Setting(block))
+            assert told["results"][0]["mean_length"] == length
 
     def test_gemma_follows_each_request_by_itself(self):
         rounds = made_up(1000, requests=2)
@@ -268,6 +282,12 @@ class TestExplain:
         slope = np.diff(cost_file.read(H100)(1, np.array([3, 4])))[0]
         assert positions[0]["cost_s"] == pytest.approx(slope)
 
+    def test_positions_deeper_than_d_max_are_left_alone(self):
+        rounds, prices, short = made_up(1500), cost_file.read(H100), Setting(max_length=2)
+        _, (game,) = replay.evaluate(rounds, prices, ["libra"], 8, short)
+        told = replay_explain.explain(rounds, prices, "libra", 8, short, game, 900)
+        assert np.isfinite(told["expected_tokens_per_s"])
+
     def test_there_is_no_such_round(self):
         with pytest.raises(ReplayError, match="--explain 5000: at batch 2 the rounds are 1 to"):
             self.explained("none", number=5000)
@@ -312,6 +332,8 @@ class TestCommand:
             ({"--cost": "none.yaml"}, "none.yaml: No such file"),
             ({"--policy": "libra,best"}, "unknown policy 'best'"),
             ({"--policy": "failfast:0"}, "--libraspec-threshold"),
+            ({"--policy": "static:"}, "a value is missing"),
+            ({"--batch": "100000"}, "at most 4096"),
             ({"--alpha": "0"}, "--libraspec-alpha"),
             ({"--max-length": "1000"}, "--libraspec-max-length"),
             ({"--explain": "9999"}, "the rounds are 1 to 1000"),

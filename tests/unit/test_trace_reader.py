@@ -104,6 +104,11 @@ BAD_TRACES = [
     (f"{HEADER}\n{line(gained=0)}\n", ":2: malformed round: needs 1 <= gained"),
     (f"{HEADER}\n{line(confidence=(0.5, None))}\n", ":2: malformed round"),
     (f"{HEADER}\n{line(context='x')}\n", ":2: malformed round"),
+    (f"{HEADER}\n{line(context=-1)}\n", ":2: malformed round: context -1 is negative"),
+    (f"{HEADER}\n{line(context=10**30)}\n", ":2: malformed round"),
+    (f"{HEADER}\n{'[' * 100_000}\n", ":2: not JSON"),
+    ('{"libraspec_trace": 0}\n', ":1: not a LibraSpec trace"),
+    ('{"libraspec_trace": 1, "block_size": 1}\n', ":1: block_size 1"),
     (f"{HEADER}\n{line(probability=[[0.5]])}\n", ":2: malformed round: 'probability'"),
     (f"{HEADER}\n{line(verified=1, confidence=())}\n", ":2: none of its 1 rounds drafted"),
 ]

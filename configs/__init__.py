@@ -1,0 +1,1 @@
+"""Presets and cost files; installed as libraspec_sglang.configs."""
