@@ -20,47 +20,17 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from libraspec_sglang.demo import compare, pairs
-from libraspec_sglang.demo.runner import EngineProcess, rows_per_round
+from libraspec_sglang.demo.runner import Batch, EngineProcess
 
 POLICIES = ("static-1", "static-3", "static-7", "static-15", "gemma", "failfast", "libraspec",
             "libra")  # fmt: skip
 STARTING_AT_ONCE = 2
-
-
-@dataclass
-class Cell:
-    """Sums of one policy over one cell."""
-
-    seconds: float = 0.0
-    tokens: int = 0
-    rounds: int = 0
-    decoded: int = 0
-    verified: float = 0.0
-    outputs: list[list[int]] = field(default_factory=list)
-
-    def add(self, seconds: float, answers: list[dict[str, Any]]) -> None:
-        self.seconds += seconds
-        for answer in answers:
-            output, meta = answer["output_ids"], answer["meta_info"]
-            rounds = meta.get("spec_verify_ct", len(output) - 1)
-            self.outputs.append(output)
-            self.tokens += len(output)
-            self.rounds += rounds
-            self.decoded += max(0, len(output) - 1)
-            self.verified += rounds * rows_per_round(meta, rounds)
-
-    def row(self) -> dict[str, float]:
-        rounds = max(1, self.rounds)
-        tau, verified = self.decoded / rounds, self.verified / rounds
-        return {"tokens_per_s": self.tokens / self.seconds, "tau": tau, "verified": verified,
-                "wasted": verified - tau, "rounds": self.rounds}  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
@@ -99,6 +69,7 @@ def main() -> int:
         "model_path": str(pair.target), "dtype": "float32", "skip_tokenizer_init": True,
         "max_running_requests": max(levels), "max_total_tokens": max(16000, 900 * max(levels)),
         "sleep_on_idle": True, "disable_overlap_schedule": True,
+        "enable_deterministic_inference": True,  # seeds count, so sampled outputs compare too
     }  # fmt: skip
     ours = {**base, "speculative_algorithm": "LIBRASPEC",
             "speculative_draft_model_path": str(pair.drafter)}  # fmt: skip
@@ -108,7 +79,7 @@ def main() -> int:
         options = {"policy": name, **({"static_length": length} if length else {})}
         setups.append((policy, ours, options))
     logs = Path(tempfile.mkdtemp(prefix="libraspec-policies-"))
-    cells: dict[tuple, Cell] = {}
+    cells: dict[tuple, compare.Tally] = {}
     with ExitStack() as stack:
         engines = []
         firsts = range(0, len(setups), STARTING_AT_ONCE)
@@ -132,7 +103,7 @@ def main() -> int:
                 ]
                 seconds, answers = engine.ask(requests, concurrency=level, flush=True)
                 key = (name, level, temperature, engine.name)
-                cells.setdefault(key, Cell()).add(seconds, answers)
+                cells.setdefault(key, compare.Tally()).add(Batch.of(seconds, answers))
     rows = summary(cells)
     if args.json:
         print(json.dumps({"pair": args.pair, "cells": rows}))
@@ -141,37 +112,38 @@ def main() -> int:
     return 0 if all(r["identical"] for r in rows) else 1
 
 
-def summary(cells: dict[tuple, Cell]) -> list[dict[str, Any]]:
+def summary(cells: dict[tuple, compare.Tally]) -> list[dict[str, Any]]:
     """A row per cell and policy. Seeds make sampled outputs comparable token for token too."""
     rows = []
     for (name, level, temperature, policy), cell in cells.items():
         plain = cells[name, level, temperature, "plain"]
-        row = cell.row()
-        rows.append({"set": name, "concurrency": level, "temperature": temperature,
-                     "policy": policy, "eta": row["tokens_per_s"] / plain.row()["tokens_per_s"],
-                     "identical": cell.outputs == plain.outputs, **row})  # fmt: skip
+        row, floor = cell.row(policy, level), plain.row("plain", level)
+        rows.append({"set": name, "temperature": temperature, **row,
+                     "eta": row["tokens_per_s"] / floor["tokens_per_s"],
+                     "wasted": row["mean_verified"] - row["tau"],
+                     "identical": cell.outputs == plain.outputs})  # fmt: skip
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    policies = list(dict.fromkeys(r["policy"] for r in rows))
+    policies = list(dict.fromkeys(r["name"] for r in rows))
     statics = [p for p in policies if p.startswith("static-")]
     for level, temperature in dict.fromkeys((r["concurrency"], r["temperature"]) for r in rows):
         here = [r for r in rows if (r["concurrency"], r["temperature"]) == (level, temperature)]
         print(f"\nconcurrency {level}, temperature {temperature:g} (mean over the prompt sets)")
         print(f"{'':12}{'eta':>7}{'tau':>7}{'verified':>10}{'wasted':>8}   eta by set")
         for policy in policies:
-            own = [r for r in here if r["policy"] == policy]
+            own = [r for r in here if r["name"] == policy]
             mean = {k: statistics.fmean(r[k] for r in own)
-                    for k in ("eta", "tau", "verified", "wasted")}  # fmt: skip
+                    for k in ("eta", "tau", "mean_verified", "wasted")}  # fmt: skip
             by_set = "  ".join(f"{r['set']} {r['eta']:.2f}" for r in own)
-            print(f"{policy:12}{mean['eta']:7.2f}{mean['tau']:7.2f}{mean['verified']:10.2f}"
+            print(f"{policy:12}{mean['eta']:7.2f}{mean['tau']:7.2f}{mean['mean_verified']:10.2f}"
                   f"{mean['wasted']:8.2f}   {by_set}")  # fmt: skip
     if "libra" in policies and statics:
         print("\nlibra against the best static length of each cell")
         ratios = []
         for cell in dict.fromkeys((r["set"], r["concurrency"], r["temperature"]) for r in rows):
-            here = {r["policy"]: r["eta"] for r in rows
+            here = {r["name"]: r["eta"] for r in rows
                     if (r["set"], r["concurrency"], r["temperature"]) == cell}  # fmt: skip
             best = max(statics, key=here.__getitem__)
             ratios.append(here["libra"] / here[best])

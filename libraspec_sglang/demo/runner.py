@@ -39,6 +39,15 @@ class Batch:
     rounds: list[int]
     verified: list[float]
 
+    @classmethod
+    def of(cls, seconds: float, answers: Sequence[dict[str, Any]]) -> Batch:
+        """From an engine's answers, as :meth:`EngineProcess.ask` returns them."""
+        metas = [a["meta_info"] for a in answers]
+        outputs = [a["output_ids"] for a in answers]
+        rounds = [m.get("spec_verify_ct", len(o) - 1) for m, o in zip(metas, outputs, strict=True)]
+        verified = [rows_per_round(m, n) * n for m, n in zip(metas, rounds, strict=True)]
+        return cls(seconds, outputs, rounds, verified)
+
 
 class RunnerError(RuntimeError):
     """An engine did not start or died; the message ends with the end of its log."""
@@ -114,11 +123,7 @@ class EngineProcess:
         }
         requests = [{"input_ids": list(p), "sampling_params": sampling} for p in prompts]
         seconds, answers = self.ask(requests, concurrency=concurrency, flush=flush)
-        metas = [a["meta_info"] for a in answers]
-        outputs = [a["output_ids"] for a in answers]
-        rounds = [m.get("spec_verify_ct", len(o) - 1) for m, o in zip(metas, outputs, strict=True)]
-        verified = [rows_per_round(m, n) * n for m, n in zip(metas, rounds, strict=True)]
-        return Batch(seconds, outputs, rounds, verified)
+        return Batch.of(seconds, answers)
 
     def ask(
         self, requests: Sequence[dict[str, Any]], *, concurrency: int, flush: bool = False
