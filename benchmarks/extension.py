@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from libraspec_sglang.demo import compare, pairs
-from libraspec_sglang.demo.runner import EngineProcess
 
 
 def main() -> None:
@@ -38,16 +37,13 @@ def main() -> None:
         "disable_overlap_schedule": True,
     }  # fmt: skip
     logs = Path(tempfile.mkdtemp(prefix="libraspec-extension-"))
+    setups = [
+        (f"{extension}-{alpha}", engine_args,
+         {"policy": "libraspec", "alpha": alpha, "extension": extension})
+        for alpha in args.alpha.split(",") for extension in ("wide", "block")
+    ]  # fmt: skip
     with ExitStack() as stack:
-        engines = []
-        for alpha in args.alpha.split(","):
-            for extension in ("wide", "block"):
-                name = f"{extension}-{alpha}"
-                options = {"policy": "libraspec", "alpha": alpha, "extension": extension}
-                engine = EngineProcess(name, engine_args, options, logs / f"{name}.log")
-                engines.append(stack.enter_context(engine))
-                engine.wait_ready()
-                engine.generate(ids[:1], max_new_tokens=8, concurrency=1)
+        engines = compare.start(stack, setups, logs, ids[:1], quiet=args.json)
         tallies = compare.take_turns(pair, engines, ids, levels, args.max_new_tokens, 4, args.json)
     rows = [tallies[(e.name, c)].row(e.name, c) for c in levels for e in engines]
     if args.json:

@@ -26,11 +26,10 @@ from typing import Any
 from tqdm import tqdm
 
 from libraspec_sglang.demo import compare, pairs
-from libraspec_sglang.demo.runner import Batch, EngineProcess
+from libraspec_sglang.demo.runner import Batch
 
 POLICIES = ("static-1", "static-3", "static-7", "static-15", "gemma", "failfast", "libraspec",
             "libra")  # fmt: skip
-STARTING_AT_ONCE = 2
 
 
 def parse() -> argparse.Namespace:
@@ -49,22 +48,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prompt_sets(path: Path, limit: int) -> dict[str, list[str]]:
-    """First turns by dataset."""
-    sets: dict[str, list[str]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        sets.setdefault(str(row.get("dataset", "prompts")), []).append(row["turns"][0])
-    return {name: texts[:limit] for name, texts in sets.items()}
-
-
 def main() -> int:
     args = parse()
     pair = pairs.resolve(args.pair)
     levels = [int(c) for c in args.concurrency.split(",")]
     temperatures = [float(t) for t in args.temperature.split(",")]
-    sets = {name: compare.tokenize(pair, texts, room=600)
-            for name, texts in prompt_sets(args.prompts, args.limit).items()}  # fmt: skip
+    sets = {name: compare.tokenize(pair, texts[: args.limit], room=600)
+            for name, texts in compare.prompts_by_dataset(args.prompts).items()}  # fmt: skip
     base = {
         "model_path": str(pair.target), "dtype": "float32", "skip_tokenizer_init": True,
         "max_running_requests": max(levels), "max_total_tokens": max(16000, 900 * max(levels)),
@@ -81,15 +71,8 @@ def main() -> int:
     logs = Path(tempfile.mkdtemp(prefix="libraspec-policies-"))
     cells: dict[tuple, compare.Tally] = {}
     with ExitStack() as stack:
-        engines = []
-        firsts = range(0, len(setups), STARTING_AT_ONCE)
-        for first in tqdm(firsts, desc="starting engines", disable=args.json):
-            fresh = [stack.enter_context(EngineProcess(n, a, o, logs / f"{n}.log"))
-                     for n, a, o in setups[first : first + STARTING_AT_ONCE]]  # fmt: skip
-            for engine in fresh:
-                engine.wait_ready()
-                engine.generate(sets[next(iter(sets))][:1], max_new_tokens=8, concurrency=1)
-            engines += fresh
+        warm_up = next(iter(sets.values()))[:1]
+        engines = compare.start(stack, setups, logs, warm_up, quiet=args.json)
         grid = list(itertools.product(sets, levels, temperatures, range(args.repeat)))
         for turn, (name, level, temperature, _) in enumerate(
             tqdm(grid, desc="cells", disable=args.json)

@@ -75,6 +75,17 @@ def read_prompts(path: Path, limit: int | None) -> list[str]:
     """First turns of a JSONL file with ``turns``; with a limit, spread over its datasets.
 
     Raises:
+        PromptError: as of :func:`prompts_by_dataset`.
+    """
+    columns = list(prompts_by_dataset(path).values())
+    mixed = [c[i] for i in range(max(map(len, columns))) for c in columns if i < len(c)]
+    return mixed if limit is None else mixed[:limit]
+
+
+def prompts_by_dataset(path: Path) -> dict[str, list[str]]:
+    """First turns of a JSONL file with ``turns``, by their ``dataset``.
+
+    Raises:
         PromptError: missing or empty file, or a row without turns.
     """
     rows: dict[str, list[str]] = {}
@@ -97,11 +108,9 @@ def read_prompts(path: Path, limit: int | None) -> list[str]:
         if not isinstance(row["turns"], list) or not isinstance(turn, str) or not turn:
             raise PromptError(f"--prompts {path}, line {number}: the first turn must be text")
         rows.setdefault(str(row.get("dataset", "")), []).append(turn)
-    columns = list(rows.values())
-    mixed = [c[i] for i in range(max(map(len, columns), default=0)) for c in columns if i < len(c)]
-    if not mixed:
+    if not rows:
         raise PromptError(f"--prompts {path}: no prompts in it")
-    return mixed if limit is None else mixed[:limit]
+    return rows
 
 
 def tokenize(pair: Pair, prompts: Sequence[str], room: int) -> list[list[int]]:
@@ -176,24 +185,45 @@ def compare(
     own = options.load().model_dump(exclude={"trace"})
     logs = Path(tempfile.mkdtemp(prefix="libraspec-demo-"))
     with ExitStack() as stack:
-        engines = []
-        with tqdm(setups, desc="starting engines", disable=quiet, file=sys.stderr) as bar:
-            for first in range(0, len(setups), STARTING_AT_ONCE):
-                started = []
-                for name, arguments in setups[first : first + STARTING_AT_ONCE]:
-                    engine = EngineProcess(name, arguments, own, logs / f"{name}.log")
-                    started.append(stack.enter_context(engine))
-                for engine in started:
-                    engine.wait_ready()
-                    engine.generate(ids[:1], max_new_tokens=8, concurrency=1)  # not counted
-                    bar.update()
-                engines += started
+        starting = [(name, arguments, own) for name, arguments in setups]
+        engines = start(stack, starting, logs, ids[:1], quiet)
         tallies = take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet)
     reference = tallies[("plain", concurrencies[0])].outputs
     return {
         "outputs_identical": all(t.outputs == reference for t in tallies.values()),
         "runs": [tallies[(e.name, c)].row(e.name, c) for c in concurrencies for e in engines],
     }
+
+
+def start(
+    stack: ExitStack,
+    setups: Sequence[tuple[str, dict[str, Any], dict[str, Any]]],
+    logs: Path,
+    warm_up: Sequence[Sequence[int]],
+    quiet: bool,
+) -> list[EngineProcess]:
+    """Started engines, each warmed up on the prompts ``warm_up``; they end with ``stack``.
+
+    Args:
+        setups: (name, engine arguments, LibraSpec options) per engine.
+        logs: directory for ``NAME.log``.
+
+    Raises:
+        RunnerError: an engine did not start.
+    """
+    engines = []
+    with tqdm(setups, desc="starting engines", disable=quiet, file=sys.stderr) as bar:
+        for first in range(0, len(setups), STARTING_AT_ONCE):
+            fresh = [
+                stack.enter_context(EngineProcess(name, arguments, own, logs / f"{name}.log"))
+                for name, arguments, own in setups[first : first + STARTING_AT_ONCE]
+            ]
+            for engine in fresh:
+                engine.wait_ready()
+                engine.generate(warm_up, max_new_tokens=8, concurrency=1)  # not counted
+                bar.update()
+            engines += fresh
+    return engines
 
 
 def take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet):
