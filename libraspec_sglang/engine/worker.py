@@ -32,6 +32,7 @@ from libraspec_sglang.verify.accept import Accepted, accept
 from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 
+from .draft_context import DraftContext
 from .draft_input import LibraSpecDraftInput
 from .target_pass import TargetPass
 
@@ -76,6 +77,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             ),
         )
         self._target = TargetPass(target_worker, self._window_width)
+        self._draft_context = DraftContext(self._append_target_hidden_to_draft_kv_by_loc)
         self._clock = RoundClock()
         self._trace = self._open_trace(draft.block_size)
         self._full_rows = False
@@ -124,6 +126,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         mode = batch.forward_mode
         if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle():
             self._clock.pause()
+            self._draft_context.flush()
             return super().forward_batch_generation(
                 batch, on_publish, grammar_barrier, pp_proxy_tensors
             )
@@ -198,12 +201,14 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._logprobs(batch, logits_output, choices, rows)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=logits_output.hidden_states,
-            cache_loc=kv_plan.write_ids(
+        self._draft_context.add(
+            requests,
+            logits_output.hidden_states,
+            kv_plan.write_ids(
                 self.draft_model_runner.kv_index_translator, cols=verify_input.kv_loc_cols
             ),
-            positions=positions,
+            positions,
+            wait=proposal.length == 0 and rows.width == 1,
         )
         logits_output.hidden_states = None
         clock.lap("commit")
@@ -276,6 +281,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         if length == 0:
             empty = window.anchor.new_empty((len(batch.reqs), 0))
             return Proposal(empty, empty.to(torch.float32))
+        self._draft_context.flush()
         want = self._policy.needs_confidence or self._trace is not None
         return self._drafter.propose(batch, window, kv_plan, length, confidence=want)
 

@@ -6,6 +6,8 @@ each LIBRASPEC engine serves several purposes, since an engine takes tens of sec
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from engines import encode, engine
@@ -213,6 +215,32 @@ def test_every_verify_width(logs, plain, prompts):
             for i, answer in enumerate(answers):
                 widths = answer["meta_info"]["spec_cap_lens_histogram"]
                 assert len(widths) - 1 <= 1 + i % 25  # never wider than the request allowed
+
+
+def test_the_drafter_reads_what_plain_rounds_left_for_later(logs, prompts):
+    """Plain rounds write the drafter's cache late; a prefix hit on their tokens finds it whole."""
+    trace = logs / "later.jsonl"
+    options = {"policy": "static", "static_length": 8, "trace": str(trace)}
+    plainly = {"temperature": 0, "custom_params": {"libraspec_max_length": 0}}
+    with engine(logs, "later", options=options) as process:
+        for prompt in prompts[:4]:
+            _, (answer,) = process.ask(
+                [{"input_ids": prompt, "sampling_params": {**plainly, "max_new_tokens": 41}}],
+                concurrency=1,
+                flush=True,
+            )
+            longer = prompt + answer["output_ids"]
+            for flush in (False, True):
+                process.generate([longer], max_new_tokens=12, concurrency=1, flush=flush)
+    rounds = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
+    first = {}  # draft of each request that drafts at all
+    for r in rounds:
+        if r["confidence"][0]:
+            first.setdefault(r["requests"][0], r["confidence"][0])
+    drafts = list(first.values())
+    assert len(drafts) == 8
+    for warm, cold in zip(drafts[::2], drafts[1::2], strict=True):
+        assert warm == pytest.approx(cold, abs=2e-3)
 
 
 def test_bfloat16_differs_only_at_near_ties(logs, prompts):
