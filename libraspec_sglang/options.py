@@ -15,6 +15,7 @@ environment is what every child process inherits.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -24,6 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 ENV_PREFIX = "LIBRASPEC_"
 FLAG_PREFIX = "--libraspec-"
 REQUEST_PREFIX = "libraspec_"
+
+OTHER_VARIABLES = ("LIBRASPEC_CPU", "LIBRASPEC_CACHE")
+"""Ours, read elsewhere: not options of the controller."""
 
 MAX_ALPHA = 1e6  # verifies everything long before
 PolicyName = Literal["auto", "libra", "libraspec", "failfast", "gemma", "static", "none"]
@@ -123,8 +127,16 @@ def load(environ: Mapping[str, str] = os.environ) -> Options:
     """Read the options this process runs with.
 
     Raises:
-        OptionError: a value is out of range; names the flag, the variable and the range.
+        OptionError: a value is out of range (names the flag, the variable and the range), or a
+            variable with our prefix is none of ours.
     """
+    known = [*map(env_name, Options.model_fields), *OTHER_VARIABLES]
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise OptionError(
+                f"environment variable {name} is not a LibraSpec option; "
+                f"{_nearest(name, known)}; unset it"
+            )
     given = {
         field: environ[env_name(field)]
         for field in Options.model_fields
@@ -152,6 +164,8 @@ def configure(**options: Any) -> Options:
         )
     environ = dict(os.environ)
     for field, value in options.items():
+        if "\0" in str(value):
+            raise OptionError(f"{field} = {value!r}: a NUL character cannot be passed on")
         if value is None:
             environ.pop(env_name(field), None)
         else:
@@ -216,6 +230,11 @@ def request_options(custom_params: Any) -> RequestOptions:
 
 _CHOICES = ("policy", "extension")
 _NO_REQUEST_OPTIONS = RequestOptions()
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}" if near else f"known: {', '.join(known)}"
 
 
 def _dest(field: str) -> str:

@@ -55,6 +55,8 @@ class Forward(BaseModel):
             raise ValueError(f"{len(self.rows)} rows but {len(self.seconds)} seconds")
         if any(b <= a for a, b in zip(self.rows, self.rows[1:], strict=False)):
             raise ValueError("rows must increase")
+        if any(b < a for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
+            raise ValueError("seconds must not fall with rows")
         return self
 
     def __call__(
@@ -71,7 +73,7 @@ class Forward(BaseModel):
         return self._by_rows(np.asarray(rows, dtype=np.float64)) + per_batch
 
     def _by_rows(self, rows: np.ndarray) -> np.ndarray:
-        """The table; beyond its end it goes on as its last two entries, but never falls."""
+        """The table; beyond its end it goes on as its last two entries."""
         if self.interpolation == "step":
             entry = np.searchsorted(self.rows, rows, side="left")
             seconds = np.asarray(self.seconds)[entry.clip(max=len(self.rows) - 1)]
@@ -79,7 +81,7 @@ class Forward(BaseModel):
             seconds = np.interp(rows, self.rows, self.seconds)
         if len(self.rows) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
-            seconds = seconds + max(slope, 0.0) * np.maximum(rows - self.rows[-1], 0.0)
+            seconds = seconds + slope * np.maximum(rows - self.rows[-1], 0.0)
         return seconds
 
 

@@ -16,7 +16,6 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-FLUSH_SECONDS = 1.0
 
 
 class RoundClock:
@@ -51,11 +50,10 @@ class TraceWriter:
     """Writes rounds to a JSONL file, begun anew; a full disk ends the trace, not the server."""
 
     def __init__(self, path: str, header: dict) -> None:
-        self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 (lives as long as we)
-        self._flushed = time.monotonic()
+        # By the line: SGLang ends its scheduler with SIGKILL, and nothing would be flushed then.
+        self._file: TextIO = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._failed = False
         self._write({"libraspec_trace": VERSION, **header})
-        self._file.flush()
 
     def round(
         self,
@@ -87,14 +85,6 @@ class TraceWriter:
                 "seconds": {name: round(s, 7) for name, s in laps.items()},
             }
         )
-        now = time.monotonic()
-        if now - self._flushed > FLUSH_SECONDS and not self._failed:
-            self._flushed = now
-            try:
-                self._file.flush()
-            except OSError as error:
-                self._failed = True
-                logger.error("LibraSpec: the trace ends here (%s)", error)
 
     def close(self) -> None:
         self._file.close()

@@ -148,6 +148,8 @@ def _take(columns: _Columns, row: Any, where: str) -> None:
                 raise ValueError(f"context {context} is negative")
             if chances and len(chances) != len(confidence):
                 raise ValueError("'probability' and 'confidence' differ in length")
+            if not all(0.0 <= p <= 1.0 for p in chances):
+                raise ValueError(f"'probability' must lie within 0 and 1, has {chances}")
             if not confidence:
                 columns.plain += 1
                 continue
@@ -171,6 +173,8 @@ def _arrays(columns: _Columns, notes: list[str]) -> Rounds:
     confidence = _padded(columns.confidence, drafted)[order]
     known = len(columns.truth) == len(columns.confidence)
     truth = _padded(columns.truth, drafted)[order] if known else None
+    if columns.truth and not known:
+        notes.append("some rounds have no 'probability': those given are not used")
     depth, drafted, context, request, verified, accepted = (
         column[order]
         for column in (

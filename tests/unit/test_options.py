@@ -78,6 +78,17 @@ def test_bad_environment_names_the_variable():
         options.load({"LIBRASPEC_POLICY": "best"})
 
 
+def test_a_misspelt_variable_is_found():
+    with pytest.raises(options.OptionError, match=r"LIBRASPEC_ALHPA is not.*mean LIBRASPEC_ALPHA"):
+        options.load({"LIBRASPEC_ALHPA": "2"})
+    assert options.load({"LIBRASPEC_CPU": "1", "LIBRASPEC_CACHE": "x", "OTHER": "y"}).alpha == 2.2
+
+
+def test_configure_refuses_what_an_environment_cannot_hold():
+    with pytest.raises(options.OptionError, match=r"trace = .*NUL"):
+        options.configure(trace="a\0b")
+
+
 def test_request_options():
     own = options.request_options(
         {"libraspec_alpha": 3, "libraspec_max_length": 0, "other": object()}

@@ -88,6 +88,10 @@ class TestReading:
         assert len(rounds) == 1
         assert "line 3, the last, is cut off" in rounds.notes[0]
 
+    def test_probabilities_of_a_part_are_not_used_silently(self, tmp_path):
+        rounds = trace_reader.read(trace(tmp_path, line(probability=[[0.5, 0.5]]), line()))
+        assert "some rounds have no 'probability'" in rounds.notes[0]
+
 
 BAD_TRACES = [
     ("", ":1: an empty file"),
@@ -110,6 +114,7 @@ BAD_TRACES = [
     ('{"libraspec_trace": 0}\n', ":1: not a LibraSpec trace"),
     ('{"libraspec_trace": 1, "block_size": 1}\n', ":1: block_size 1"),
     (f"{HEADER}\n{line(probability=[[0.5]])}\n", ":2: malformed round: 'probability'"),
+    (f"{HEADER}\n{line(probability=[[0.5, 1.5]])}\n", ":2: malformed round: 'probability' must"),
     (f"{HEADER}\n{line(verified=1, confidence=())}\n", ":2: none of its 1 rounds drafted"),
 ]
 
