@@ -149,7 +149,7 @@ def _add_replay(commands) -> None:
     replay.add_argument(
         "--policy",
         type=_names,
-        default="none,static,gemma,failfast,libraspec,libra,expected-optimal,clairvoyant",
+        default="none,static,gemma,failfast,libraspec,libra-unprofiled,libra,expected-optimal,clairvoyant",
         metavar="A,B,...",
         help="policies, each as NAME or NAME:VALUE; default: %(default)s",
     )
@@ -193,8 +193,9 @@ nothing about acceptance has to be guessed:
   libraspec replay trace.jsonl --cost h100 \\
       --policy static:3,static:7,libraspec:1.8,failfast:0.5,libra --explain 40
 
-Policies: none, static[:LENGTH], gemma, failfast[:THRESHOLD], libraspec[:ALPHA], libra, and two
-oracles: clairvoyant (knows what will be accepted) and expected-optimal (knows every token's
+Policies: none, static[:LENGTH], gemma, failfast[:THRESHOLD], libraspec[:ALPHA], libra (which
+has the cost file as its profile), libra-unprofiled (which learns costs from its rounds alone), and
+two oracles: clairvoyant (knows what will be accepted) and expected-optimal (knows every token's
 probability; fitted on the whole trace). Columns: tokens/s of the batch; eta, over plain decoding;
 tau, tokens per request and round; length, drafted tokens verified; wasted, of them not accepted;
 deviation, mean absolute difference of the length from the clairvoyant's.

@@ -97,6 +97,18 @@ class Options(BaseModel):
         "tokens, only when the controller asks for it. Policies 'libraspec' and 'failfast' (whose "
         "block is the increment) only; 'libra' chooses the width of its one pass itself.",
     )
+    cost: str | None = Field(
+        None,
+        description="What rounds cost on this machine, for policy 'libra': a file written by "
+        "`libraspec profile`, refused where machine, target or drafter are others. Without it the "
+        "server starts from a conservative prior. Either is refined by the server's own rounds "
+        "(on a CPU; on a CUDA device libra needs the file).",
+    )
+    cost_unchecked: bool = Field(
+        False,
+        description="Use --libraspec-cost though it was measured for another machine or model "
+        "(true or false).",
+    )
     trace: str | None = Field(
         None,
         description="Write one JSON line per decode round to this file: lengths, confidences, "

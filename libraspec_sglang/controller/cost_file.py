@@ -13,6 +13,7 @@
       seconds: [0.005, 0.0075, 0.08]
       per_request: 0.0             # seconds one request adds
       per_context_token: 6.0e-8    # seconds one token of context adds
+      per_row_context: 0.0         # seconds one row adds per token of its request's context
     draft: {...}                   # the drafter's pass, likewise
 
 A table of rows expresses any shape: memory-bound flats, tile and CUDA-graph steps, compute-bound
@@ -48,6 +49,7 @@ class Forward(BaseModel):
     seconds: list[Positive] = Field(min_length=1)
     per_request: Seconds = 0.0
     per_context_token: Seconds = 0.0
+    per_row_context: Seconds = 0.0
 
     @model_validator(mode="after")
     def _table(self) -> Forward:
@@ -67,10 +69,12 @@ class Forward(BaseModel):
         Args:
             batch: requests in it.
             rows: rows in it, of all requests; a number or an array.
-            context: committed tokens of all its requests together, read once each.
+            context: committed tokens of all its requests together, read once each; rows are
+                taken to be spread evenly over the requests.
         """
-        per_batch = self.per_request * batch + self.per_context_token * context
-        return self._by_rows(np.asarray(rows, dtype=np.float64)) + per_batch
+        rows = np.asarray(rows, dtype=np.float64)
+        attention = (self.per_context_token + self.per_row_context * rows / batch) * context
+        return self._by_rows(rows) + self.per_request * batch + attention
 
     def _by_rows(self, rows: np.ndarray) -> np.ndarray:
         """The table; beyond its end it goes on as its last two entries."""
@@ -83,6 +87,24 @@ class Forward(BaseModel):
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
             seconds = seconds + slope * np.maximum(rows - self.rows[-1], 0.0)
         return seconds
+
+
+class Profile(BaseModel):
+    """What a measured file was fitted to.
+
+    Attributes:
+        versions: of what took part.
+        residual_median, residual_worst: relative differences of fit and points.
+        verify, draft: points as (requests, rows, context tokens of all, seconds).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    versions: dict[str, str]
+    residual_median: float
+    residual_worst: float
+    verify: list[tuple[int, int, int, float]]
+    draft: list[tuple[int, int, int, float]]
 
 
 class Cost(BaseModel):
@@ -99,6 +121,21 @@ class Cost(BaseModel):
     elsewhere: Seconds = 0.0
     verify: Forward
     draft: Forward
+    profile: Profile | None = None
+
+    def check(self, device: str, target: str, drafter: str) -> None:
+        """Refuse other circumstances than these.
+
+        Raises:
+            CostError: measured, or derived, for another machine or model; says which.
+        """
+        here = {"device": device, "target": target, "drafter": drafter}
+        for name, value in here.items():
+            if getattr(self, name) != value:
+                raise CostError(
+                    f"made for the {name} {getattr(self, name)!r}, this is {value!r}; measure with "
+                    "`libraspec profile`"
+                )
 
     def __call__(
         self, batch: int, rows: int | np.ndarray, context: float | np.ndarray = 0
@@ -146,7 +183,8 @@ def read(path: str | Path) -> Cost:
 
 def write(cost: Cost, path: str | Path) -> None:
     """Write a cost file; :func:`read` gives back an equal object."""
-    text = yaml.safe_dump(cost.model_dump(), sort_keys=False, allow_unicode=True, width=96)
+    content = cost.model_dump(mode="json", exclude_none=True)
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=96)
     Path(path).write_text(text, encoding="utf-8")
 
 

@@ -25,7 +25,8 @@ import torch
 from .batch import best_lengths
 from .calibration import REFRESH_EVERY, Calibration
 from .compiled import compiled
-from .cost import BatchCost
+from .cost import BatchCost, Profile
+from .cost_file import Cost, Forward
 from .policy import Policy
 
 CURVES_PER_REQUEST, CURVES_SHARED = 4, 32
@@ -43,6 +44,10 @@ MARGIN = 0.01
 """Expected gain in rate below which the width stays as it is."""
 UNSEEN = 0.8
 """Chance of acceptance assumed for positions no draft has reached yet."""
+TYPICAL_CONTEXT = 512
+"""Tokens of context a request is taken to have in a profile; rounds shift it to the real ones."""
+BUCKETS = 64
+"""Steps of survival in which a width's expected rate is searched for its best threshold."""
 OWN_PACE, SHARED_PACE = 0.3, 0.05
 """How fast the chances beyond a draft follow what deeper drafts showed."""
 
@@ -54,16 +59,19 @@ class Libra(Policy):
     needs_confidence = True
     learns = True
 
-    def __init__(self, block_size: int, max_length: int) -> None:
+    def __init__(self, block_size: int, max_length: int, cost: Cost | None = None) -> None:
         """Args:
         block_size: n, tokens a trained block drafts; the first width tried.
         max_length: d_max.
+        cost: what rounds cost on this machine (``libraspec profile``); without it a
+            conservative prior, refined like the profile by the rounds themselves.
         """
         self.max_length = max_length
         self.calibration = Calibration(max_length)
-        self.verify_cost = BatchCost(prior_share=0.01)
-        self.draft_cost = BatchCost(prior_share=0.01)
-        self.elsewhere = 0.0
+        verify, draft = (cost.verify, cost.draft) if cost is not None else (None, None)
+        self.verify_cost = BatchCost(0.01, max_length, _profile(verify))
+        self.draft_cost = BatchCost(0.01, max_length, _profile(draft))
+        self.elsewhere = cost.elsewhere if cost is not None else 0.0
         self._widths = np.arange(max_length + 1)
         self._width = min(block_size, max_length)
         self._memory = _Memory(max_length)
@@ -128,18 +136,16 @@ class Libra(Policy):
         """Lengths with the best expected rate; alpha has no part in it."""
         bs, depth = confidence.shape
         self._chance = self.calibration.probability(confidence.cpu().numpy())
-        start, slope = self.verify_cost.at(bs).line()
-        spent = self.elsewhere + float(self.draft_cost.at(bs)(bs * (depth + 1)))
-        lengths = _lengths(self._chance, caps.cpu().numpy(), spent + start, slope)
+        spent = self.elsewhere + self.draft_cost.seconds(bs)[bs * (depth + 1)]
+        lengths = _lengths(self._chance, caps.cpu().numpy(), spent, self.verify_cost.seconds(bs))
         return torch.from_numpy(lengths).to(confidence.device)
 
     def _best_width(self, requests: Sequence[Hashable]) -> int:
         """The width with the best expected rate over recent survival curves."""
         bs = len(requests)
-        start, slope = self.verify_cost.at(bs).line()
-        draft = self.draft_cost.at(bs)(bs * (self._widths + 1))
+        draft = self.draft_cost.seconds(bs)[bs * (self._widths + 1)]
         draft[0] = 0.0
-        rates = self._memory.rates(requests, self.elsewhere + start, slope, draft)
+        rates = self._memory.rates(requests, self.elsewhere, self.verify_cost.seconds(bs), draft)
         best = int(rates.argmax())
         return self._width if rates[best] < rates[self._width] * (1.0 + MARGIN) else best
 
@@ -209,7 +215,7 @@ class _Memory:
         return len(self._row)
 
     def rates(
-        self, requests: Sequence[Hashable], fixed: float, slope: float, draft: np.ndarray
+        self, requests: Sequence[Hashable], fixed: float, verify: np.ndarray, draft: np.ndarray
     ) -> np.ndarray:
         """[D + 1] expected tokens per second of a round by the width it drafts.
 
@@ -217,12 +223,12 @@ class _Memory:
 
         Args:
             requests: of the batch.
-            fixed: seconds of a round without rows.
-            slope: seconds per verified row.
+            fixed: seconds of a round outside both forwards.
+            verify: [N (D + 1) + 1] seconds of the target's forward by rows.
             draft: [D + 1] seconds of a pass by width.
         """
         recent = self._recent[: self._recent_count]
-        return _rates(self._curves, self._rows(requests), recent, fixed, slope, draft)
+        return _rates(self._curves, self._rows(requests), recent, fixed, verify, draft)
 
     def take(self, requests: Sequence[Hashable], chance: np.ndarray) -> None:
         """Add a draft: calibrated chances [bs, D'], D' <= D."""
@@ -247,43 +253,58 @@ class _Memory:
         return row
 
 
+def _profile(forward: Forward | None) -> Profile | None:
+    if forward is None:
+        return None
+    return lambda batch, rows: forward(batch, rows, batch * TYPICAL_CONTEXT)
+
+
 @compiled
-def _lengths(chance, caps, fixed, slope):
-    """The batch's lengths where a round costs ``fixed + slope * rows`` seconds."""
+def _lengths(chance, caps, spent, verify):
+    """The batch's lengths where a round costs ``spent + verify[rows]`` seconds."""
     bs, depth = chance.shape
     limits = np.minimum(np.maximum(caps, 0), depth)
     survival = chance.copy()
     for request in range(bs):
         for position in range(1, depth):
             survival[request, position] *= survival[request, position - 1]
-    rows = np.arange(bs, bs + limits.sum() + 1)
-    return best_lengths(survival, limits, fixed + slope * rows)
+    return best_lengths(survival, limits, spent + verify[bs : bs + limits.sum() + 1])
 
 
 @compiled
-def _rates(curves, rows, recent, fixed, slope, draft):
-    """See :meth:`_Memory.rates`. A token is verified when its survival pays for its row at the
-    current rate; two passes settle the rate well enough."""
+def _rates(curves, rows, recent, fixed, verify, draft):
+    """See :meth:`_Memory.rates`.
+
+    For every width the best threshold on survival: tokens above it are verified. Positions are
+    added width by width, survivals sorted into buckets, so all widths take one pass over them.
+    """
     bs, depth = len(rows), curves.shape[2]
-    count = bs * curves.shape[1] + len(recent)
+    share = bs / (bs * curves.shape[1] + len(recent))  # of the batch that a curve stands for
+    gain, paid = np.zeros(BUCKETS), np.zeros(BUCKETS)
     rates = np.empty(depth + 1)
-    rates[0] = rate = bs / (fixed + slope * bs)
-    for _ in range(2):
-        pays = slope * rate
-        gain = paid = 0.0
-        for position in range(depth):
-            for row in rows:
-                for survival in curves[row, :, position]:
-                    if survival > pays:
-                        gain += survival
-                        paid += 1.0
-            for survival in recent[:, position]:
-                if survival > pays:
-                    gain += survival
-                    paid += 1.0
-            seconds = fixed + draft[position + 1] + slope * bs * (1.0 + paid / count)
-            rates[position + 1] = bs * (1.0 + gain / count) / seconds
-        rate = rates.max()
+    rates[0] = bs / (fixed + verify[bs])
+    for position in range(depth):
+        for row in rows:
+            for survival in curves[row, :, position]:
+                place = min(int(survival * BUCKETS), BUCKETS - 1)
+                gain[place] += survival
+                paid[place] += 1.0
+        for survival in recent[:, position]:
+            place = min(int(survival * BUCKETS), BUCKETS - 1)
+            gain[place] += survival
+            paid[place] += 1.0
+        spent = fixed + draft[position + 1]
+        tokens = verified = float(bs)
+        best = tokens / (spent + verify[bs])
+        for place in range(BUCKETS - 1, -1, -1):
+            if paid[place] == 0.0:
+                continue
+            tokens += share * gain[place]
+            verified += share * paid[place]
+            below = min(int(verified), len(verify) - 2)
+            seconds = verify[below] + (verified - below) * (verify[below + 1] - verify[below])
+            best = max(best, tokens / (spent + seconds))
+        rates[position + 1] = best
     return rates
 
 

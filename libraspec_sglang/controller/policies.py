@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from . import criterion, failfast
+from .cost_file import Cost
 from .failfast import FailFast
 from .gemma import Gemma
 from .libra import Libra
@@ -83,6 +84,7 @@ def build(
     wide: bool,
     threshold: float = failfast.THRESHOLD,
     increment: int = failfast.INCREMENT,
+    cost: Cost | None = None,
 ) -> Policy:
     """The policy called ``name``.
 
@@ -96,6 +98,7 @@ def build(
             of one block or increment.
         threshold: tau of ``failfast``.
         increment: N of ``failfast``.
+        cost: what rounds cost here, of ``libra``.
     """
     if name == "none":
         return NoDraft()
@@ -111,7 +114,7 @@ def build(
     if name == "gemma":
         return Gemma(block_size, max_length)
     if name == "libra":
-        return Libra(block_size, max_length)
+        return Libra(block_size, max_length, cost)
     raise ValueError(
         f"unknown policy {name!r}; known: libra, libraspec, failfast, gemma, static, none"
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from libraspec_sglang.controller import policies
+from libraspec_sglang.controller.cost_file import Cost
 from libraspec_sglang.options import OptionError, Options
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -66,8 +67,12 @@ class LengthPlan:
     threshold: float
     increment: int
 
-    def policy(self) -> policies.Policy:
-        """The policy object. A block of B slots drafts n = B - 1 tokens (slot 0 is the anchor)."""
+    def policy(self, cost: Cost | None = None) -> policies.Policy:
+        """The policy object. A block of B slots drafts n = B - 1 tokens (slot 0 is the anchor).
+
+        Args:
+            cost: what rounds cost on this machine, for ``libra``.
+        """
         return policies.build(
             self.policy_name,
             block_size=self.block_size - 1,
@@ -77,6 +82,7 @@ class LengthPlan:
             wide=self.wide,
             threshold=self.threshold,
             increment=self.increment,
+            cost=cost,
         )
 
 
@@ -93,15 +99,17 @@ def plan_lengths(
             instead, the default window is the block, which costs what DFLASH costs.
 
     Raises:
-        OptionError: ``libra`` where it cannot measure.
+        OptionError: ``libra`` where it cannot measure and has no profile.
     """
     name = options.policy
+    priced = host_timed or options.cost is not None
     if name == "auto":
-        name = "libra" if host_timed else "libraspec"
-    if name == "libra" and not host_timed:
+        name = "libra" if priced else "libraspec"
+    if name == "libra" and not priced:
         raise OptionError(
             "--libraspec-policy libra measures rounds with the host's clock, which a CUDA device "
-            "does not follow; use --libraspec-policy libraspec"
+            "does not follow; give it a profile (--libraspec-cost, made by `libraspec profile`) or "
+            "use --libraspec-policy libraspec"
         )
     static = block_size - 1 if options.static_length is None else options.static_length
     most = options.max_length

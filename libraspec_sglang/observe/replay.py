@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from libraspec_sglang.controller.compiled import compiled
-from libraspec_sglang.controller.cost_file import Cost
+from libraspec_sglang.controller.cost_file import Cost, Forward
 from libraspec_sglang.controller.policy import Policy
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.options import OptionError, load
@@ -36,7 +36,8 @@ from .trace_reader import Rounds
 
 CLAIRVOYANT, EXPECTED = "clairvoyant", "expected-optimal"
 ORACLES = (CLAIRVOYANT, EXPECTED)
-ONLINE = ("libra", "libraspec", "failfast", "gemma", "static", "none")
+UNPROFILED = "libra-unprofiled"
+ONLINE = ("libra", UNPROFILED, "libraspec", "failfast", "gemma", "static", "none")
 PARAMETER = {"static": "static_length", "libraspec": "alpha", "failfast": "threshold"}
 """What VALUE stands for in a policy given as NAME:VALUE."""
 UNKNOWN_BLOCK = 16
@@ -99,12 +100,19 @@ class Prices:
     elsewhere: float
 
     @classmethod
-    def of(cls, cost: Cost, batch: int, depth: int) -> Prices:
-        """Tables for ``batch`` requests that draft at most ``depth`` tokens each."""
-        draft = cost.draft(batch, batch * np.arange(1, depth + 2))
+    def of(cls, cost: Cost, batch: int, depth: int, context: float) -> Prices:
+        """Tables for ``batch`` requests that draft at most ``depth`` tokens each.
+
+        What a row costs per token of context is taken at the mean ``context`` of the batch.
+        """
+
+        def table(forward: Forward, rows: np.ndarray) -> np.ndarray:
+            return forward(batch, rows, context) - forward.per_context_token * context
+
+        draft = table(cost.draft, batch * np.arange(1, depth + 2))
         draft[0] = 0.0
         return cls(
-            cost.verify(batch, np.arange(batch * (depth + 1) + 1)),
+            table(cost.verify, np.arange(batch * (depth + 1) + 1)),
             draft,
             cost.verify.per_context_token,
             cost.draft.per_context_token,
@@ -139,12 +147,14 @@ class Setting:
     max_length: int | None = None
     alpha: float | str | None = None
 
-    def policy(self, spec: str, depth: int) -> Policy:
+    def policy(self, spec: str, depth: int, cost: Cost) -> Policy:
         """The policy called ``spec``: NAME or NAME:VALUE, as :data:`PARAMETER` reads it.
 
         Args:
-            spec: an online policy.
+            spec: an online policy. ``libra`` has the cost file as its profile,
+                ``libra-unprofiled`` learns costs from the rounds alone.
             depth: D, the trace's.
+            cost: of the machine that is replayed.
 
         Raises:
             ReplayError: unknown, or its parameter is out of range.
@@ -156,6 +166,8 @@ class Setting:
             raise ReplayError(f"unknown policy {spec!r}; known: {', '.join((*ONLINE, *ORACLES))}")
         if colon and name not in PARAMETER:
             raise ReplayError(f"policy {spec!r}: {name} takes no value")
+        if name == UNPROFILED:
+            name, cost = "libra", None
         given = {"policy": name, "alpha": self.alpha, "max_length": self.max_length}
         if colon:
             given[PARAMETER[name]] = value
@@ -166,7 +178,7 @@ class Setting:
         block = self.block_size or UNKNOWN_BLOCK
         most = checkpoint.plan_lengths(chosen, block, host_timed=True).max_length
         chosen = chosen.model_copy(update={"max_length": min(most, depth)})
-        return checkpoint.plan_lengths(chosen, block, host_timed=True).policy()
+        return checkpoint.plan_lengths(chosen, block, host_timed=True).policy(cost)
 
 
 def _as_environment(given: dict[str, object]) -> dict[str, str]:
@@ -328,8 +340,9 @@ def evaluate(
     if batch > LARGEST_BATCH:
         raise ReplayError(f"--batch {batch}: at most {LARGEST_BATCH}")
     depth = rounds.confidence.shape[1]
-    online = [None if s in ORACLES else setting.policy(s, depth) for s in policies]
-    schedule, prices = Schedule.of(rounds, batch), Prices.of(cost, batch, depth)
+    online = [None if s in ORACLES else setting.policy(s, depth, cost) for s in policies]
+    schedule = Schedule.of(rounds, batch)
+    prices = Prices.of(cost, batch, depth, schedule.context.mean())
     clairvoyant = play_oracle(CLAIRVOYANT, rounds, schedule, prices)
     games = []
     for spec, policy in zip(policies, online, strict=True):

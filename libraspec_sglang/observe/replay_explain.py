@@ -33,7 +33,8 @@ def explain(
     if not 1 <= number <= steps:
         raise ReplayError(f"--explain {number}: at batch {batch} the rounds are 1 to {steps}")
     step, depth = number - 1, rounds.confidence.shape[1]
-    schedule, prices = Schedule.of(rounds, batch), Prices.of(cost, batch, depth)
+    schedule = Schedule.of(rounds, batch)
+    prices = Prices.of(cost, batch, depth, schedule.context.mean())
     index, lengths, width = schedule.index[step], game.lengths[step], int(game.widths[step])
     confidence, context = rounds.confidence[index], int(schedule.context[step])
     total = batch + int(lengths.sum())
@@ -41,15 +42,16 @@ def explain(
     survival = rounds.chance[index].cumprod(axis=1)
     seconds = prices.seconds(around, np.full(3, width), np.full(3, context))
     if spec not in ORACLES:
-        policy = setting.policy(spec, depth)
+        policy = setting.policy(spec, depth, cost)
         if isinstance(policy, Libra):
             play(policy, rounds, schedule, prices, steps=step)
             reach = min(depth, policy.max_length)  # deeper positions it never drafts
             survival = np.zeros(confidence.shape)
             survival[:, :reach] = policy.calibration.survival(confidence[:, :reach])
             if policy.verify_cost.known:
-                draft = policy.draft_cost.at(batch)(batch * (width + 1)) if width else 0.0
-                seconds = policy.elsewhere + draft + policy.verify_cost.at(batch)(around)
+                drafting = policy.draft_cost.seconds(batch)[batch * (width + 1)] if width else 0.0
+                table = policy.verify_cost.seconds(batch)
+                seconds = policy.elsewhere + drafting + table[around.clip(max=len(table) - 1)]
     position = np.arange(depth)
     expected = batch + float((survival * (position < lengths[:, None])).sum())
     rate = expected / float(seconds[1])

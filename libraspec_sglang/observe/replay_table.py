@@ -38,7 +38,7 @@ def run(
     prices = cost_file.read(cost)
     for spec in policies:
         if spec not in replay.ORACLES:
-            setting.policy(spec, depth=1)  # a wrong name should not wait for the trace
+            setting.policy(spec, 1, prices)  # a wrong name should not wait for the trace
     rounds = trace_reader.read(trace)
     if setting.block_size is None:
         setting = replace(setting, block_size=rounds.block_size)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from libraspec_sglang.controller import criterion
 from libraspec_sglang.controller.batch import allocate
 from libraspec_sglang.controller.calibration import Calibration
-from libraspec_sglang.controller.cost import BatchCost, RowCost
+from libraspec_sglang.controller.cost import BatchCost, LineCost
+from libraspec_sglang.controller.cost_file import Cost, Forward
 from libraspec_sglang.controller.libra import Libra
 
 unit = st.floats(0.0, 1.0, width=32)
@@ -164,57 +165,83 @@ class TestCalibration:
         assert after < before / 2
 
 
-class TestRowCost:
+class TestCost:
+    def line(self):
+        return LineCost(prior_share=0.01, prior_spread=2.0)
+
     def test_line_is_found(self):
-        cost = RowCost(prior_share=0.01)
+        cost = self.line()
         random = np.random.default_rng(0)
         for _ in range(400):
             rows = int(random.integers(1, 60))
             cost.observe(rows, 0.007 + 0.0001 * rows + random.normal(0, 0.0002))
-        assert cost(1) == pytest.approx(0.0071, rel=0.05)
-        assert cost(60) == pytest.approx(0.013, rel=0.05)
+        assert cost.line() == pytest.approx((0.007, 0.0001), rel=0.05)
 
     def test_constant_rows_fall_back_on_the_prior_slope(self):
-        cost = RowCost(prior_share=0.01)
+        cost = self.line()
         for _ in range(50):
             cost.observe(10, 0.02)
-        assert cost(10) == pytest.approx(0.02)
-        assert cost(20) == pytest.approx(0.022, rel=0.01)
+        start, slope = cost.line()
+        assert start + 10 * slope == pytest.approx(0.02)
+        assert slope == pytest.approx(0.0002)
 
     def test_outliers_are_cut_and_costs_stay_positive(self):
-        cost = RowCost(prior_share=0.01)
+        cost = self.line()
         for i in range(100):
             cost.observe(5 + i % 3, 0.01)
         cost.observe(5, 30.0)
-        assert cost(5) < 0.012
         start, slope = cost.line()
         assert start >= 0 and slope >= 0
+        assert start + 5 * slope < 0.012
+
+    def test_what_is_not_a_time_is_ignored(self):
+        cost = self.line()
+        cost.observe(4, 1.0)
+        for seconds in (float("nan"), float("inf"), -1.0):
+            cost.observe(4, seconds)
+        assert sum(cost.line()[i] * (1, 4)[i] for i in (0, 1)) == pytest.approx(1.0)
 
     def test_requests_are_not_charged_to_rows(self):
         """Rounds of 1 and of 4 requests: a request costs 4, a row 0.1, whatever the mixture."""
-        cost = BatchCost(prior_share=0.01)
+        cost = BatchCost(0.01, depth=8)
         random = np.random.default_rng(1)
         for _ in range(200):
             for batch in (1, 4):
                 rows = batch * int(random.integers(2, 9))
                 cost.observe(batch, rows, 3.0 + 4.0 * batch + 0.1 * rows)
         for batch in (1, 4):
-            start, slope = cost.at(batch).line()
-            assert slope == pytest.approx(0.1, rel=0.15)
-            assert start == pytest.approx(3.0 + 4.0 * batch, rel=0.02)
-        assert cost.at(5) is cost.at(4)  # never seen: the nearest
+            seconds = cost.seconds(batch)
+            assert len(seconds) == 9 * batch + 1
+            assert seconds[9] - seconds[8] == pytest.approx(0.1, rel=0.15)
+            assert seconds[0] == pytest.approx(3.0 + 4.0 * batch, rel=0.02)
+        slopes = [cost.seconds(batch)[1] - cost.seconds(batch)[0] for batch in (4, 5)]
+        assert slopes[0] == slopes[1]  # 5 was never seen: the nearest
 
-    def test_what_is_not_a_time_is_ignored(self):
-        cost = RowCost(0.01)
-        cost.observe(4, 1.0)
-        for seconds in (float("nan"), float("inf"), -1.0):
-            cost.observe(4, seconds)
-        assert cost(4) == pytest.approx(1.0)
+    def test_a_profile_gives_the_shape_from_the_start(self):
+        def stepped(batch, rows):
+            return batch + np.ceil(rows / 8)
 
-    def test_arrays(self):
-        cost = RowCost(0.01)
-        cost.observe(4, 1.0)
-        assert cost(np.array([1, 2])).shape == (2,)
+        cost = BatchCost(0.01, depth=15, profile=stepped)
+        assert cost.known
+        assert cost.seconds(2).tolist() == stepped(2, np.arange(33)).tolist()
+
+    def test_rounds_stretch_and_shift_a_profile(self):
+        """Twice as slow; then a constant more, as of a longer context. The step stays."""
+
+        def stepped(batch, rows):
+            return 4 + np.ceil(rows / 8)
+
+        random = np.random.default_rng(0)
+        slow, late = (BatchCost(0.01, depth=15, profile=stepped) for _ in range(2))
+        for _ in range(600):
+            rows = int(random.integers(1, 17))
+            slow.observe(1, rows, 2.0 * stepped(1, rows))
+            late.observe(1, rows, 3.0 + stepped(1, rows))
+        expected = stepped(1, np.arange(17))
+        assert slow.seconds(1) == pytest.approx(2.0 * expected, rel=1e-6)
+        at = late.seconds(1)
+        assert at[1:] == pytest.approx(3.0 + expected[1:], rel=0.12)
+        assert at[9] - at[8] > 5 * (at[8] - at[7])
 
 
 def decide(libra, confidence, cap):
@@ -243,7 +270,22 @@ def play(libra, rounds, *, accept, confidence, slope, draft_slope, bs=1, depth=2
     return tokens, seconds, width
 
 
+def stepped_profile():
+    """Rows are free up to 4, then a step of the whole forward."""
+    return Cost(
+        version=1, device="d", target="t", drafter="f", measured=True, how="made up", elsewhere=0.2,
+        verify=Forward(interpolation="step", rows=[4, 8, 16, 32], seconds=[1.0, 2.0, 4.0, 8.0]),
+        draft=Forward(rows=[1], seconds=[0.4]),
+    )  # fmt: skip
+
+
 class TestLibra:
+    def test_with_a_profile_the_first_round_is_decided_by_it(self):
+        libra = Libra(block_size=15, max_length=24, cost=stepped_profile())
+        assert libra.first_draft(["a"], 24) > 0
+        lengths = decide(libra, np.full((1, 24), 0.8), 24)
+        assert lengths.tolist() == [3]  # with its own row, the step
+
     def test_predictable_text_is_drafted_wide(self):
         libra = Libra(block_size=15, max_length=24)
         tokens, seconds, width = play(

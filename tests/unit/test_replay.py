@@ -69,8 +69,8 @@ class TestSimulation:
         assert rounds.depth.tolist() == [1, 2]
         assert rounds.reached[0] == 1
         played = replay.play(
-            Setting().policy("static", 2), rounds, Schedule.of(rounds, 1),
-            Prices.of(cost(), 1, 2),
+            Setting().policy("static", 2, cost()), rounds, Schedule.of(rounds, 1),
+            Prices.of(cost(), 1, 2, 0.0),
         )  # fmt: skip
         assert played.lengths[:2, 0].tolist() == [1, 2]
 
@@ -109,7 +109,7 @@ class TestSimulation:
             learns = True
 
         rounds = made_up(2500)
-        schedule, prices = Schedule.of(rounds, batch), Prices.of(cost(), batch, 8)
+        schedule, prices = Schedule.of(rounds, batch), Prices.of(cost(), batch, 8, 0.0)
         games = [
             replay.play(kind(4, 8, 2.2, 8), rounds, schedule, prices)
             for kind in (LibraSpec, Stepwise)
@@ -135,8 +135,8 @@ class TestSimulation:
     def test_gemma_follows_each_request_by_itself(self):
         rounds = made_up(1000, requests=2)
         schedule = Schedule.of(rounds, 2)
-        policy = Setting(5, max_length=8).policy("gemma", 8)
-        game = replay.play(policy, rounds, schedule, Prices.of(cost(), 2, 8))
+        policy = Setting(5, max_length=8).policy("gemma", 8, cost())
+        game = replay.play(policy, rounds, schedule, Prices.of(cost(), 2, 8, 0.0))
         length = {}
         for keys, index, lengths in zip(
             schedule.request.tolist(), schedule.index, game.lengths, strict=True
@@ -165,17 +165,17 @@ class TestSimulation:
             ("", "unknown policy ''"),
         ):
             with pytest.raises(ReplayError, match=words):
-                Setting().policy(spec, 8)
+                Setting().policy(spec, 8, cost())
         with pytest.raises(ReplayError, match="--libraspec-alpha"):
-            Setting(alpha=-1.0).policy("libraspec", 8)
+            Setting(alpha=-1.0).policy("libraspec", 8, cost())
 
     def test_values_reach_the_policy(self):
-        assert Setting(alpha=1.5).policy("libraspec", 30).alpha == 1.5
-        assert Setting(alpha=1.5).policy("libraspec:3", 30).alpha == 3.0
-        assert Setting().policy("libraspec", 30).max_length == 24
-        assert Setting().policy("libraspec", 7).max_length == 7
-        assert Setting(max_length=5).policy("failfast:0.3", 7).max_length == 5
-        assert Setting().policy("static:3", 7).length == 3
+        assert Setting(alpha=1.5).policy("libraspec", 30, cost()).alpha == 1.5
+        assert Setting(alpha=1.5).policy("libraspec:3", 30, cost()).alpha == 3.0
+        assert Setting().policy("libraspec", 30, cost()).max_length == 24
+        assert Setting().policy("libraspec", 7, cost()).max_length == 7
+        assert Setting(max_length=5).policy("failfast:0.3", 7, cost()).max_length == 5
+        assert Setting().policy("static:3", 7, cost()).length == 3
 
 
 chances = st.lists(st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3), min_size=2, max_size=4)
@@ -201,7 +201,7 @@ class TestOracles:
         )  # fmt: skip
         with mock.patch.object(replay, "LEAST_ROUNDS", 1):
             schedule = Schedule.of(rounds, batch)
-        prices = Prices.of(priced(steps, draft), batch, 3)
+        prices = Prices.of(priced(steps, draft), batch, 3, 0.0)
         value = chance.cumprod(axis=1)
         if clairvoyant:
             value = (np.arange(3) < reached[:, None]) * 1.0
