@@ -1,4 +1,4 @@
-"""The ``libraspec`` command: serve, demo, replay, check, env."""
+"""The ``libraspec`` command: serve, demo, profile, replay, check, env."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+
+import yaml
 
 from . import __version__, options
 from .cpu import enable
@@ -113,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="one JSON object on standard output")
     demo.set_defaults(run=_demo)
 
+    _add_profile(commands)
     _add_replay(commands)
 
     check = commands.add_parser(
@@ -129,6 +132,46 @@ def _parser() -> argparse.ArgumentParser:
     )
     env.set_defaults(run=_env)
     return parser
+
+
+def _add_profile(commands) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure what rounds cost on this machine, for --libraspec-cost",
+        description="Starts one engine and times rounds of many batch sizes and lengths, fits "
+        "them and writes a small YAML file. `--libraspec-cost FILE` then lets policy 'libra' "
+        "decide by it from the first round on (on a CUDA device it needs one); `libraspec replay "
+        "--cost FILE` replays traces against it. Takes about two minutes on the pairs that ship. "
+        "Nothing else should run meanwhile.",
+    )
+    profile.add_argument("--pair", choices=("real", "test"), default="real",
+                         help="where no --model-path is given (default: real)")  # fmt: skip
+    profile.add_argument("--model-path", metavar="PATH", help="another target")
+    profile.add_argument(
+        "--speculative-draft-model-path", metavar="PATH", help="... and its drafter"
+    )
+    profile.add_argument("--dtype", help="as for the server (default: float32 on a CPU, else auto)")
+    profile.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        type=_engine_argument,
+        metavar="KEY=VALUE",
+        help="any other argument of sglang.Engine that the server is started with, such as "
+        "tp_size=2; repeat as needed",
+    )
+    profile.add_argument("--batches", type=_numbers, default=[1, 2, 4, 8, 16], metavar="1,2,4",
+                         help="requests at once (default: 1,2,4,8,16)")  # fmt: skip
+    profile.add_argument("--max-rows", type=_positive, default=192, metavar="N",
+                         help="rows of a round at most (default: 192)")  # fmt: skip
+    profile.add_argument("--max-length", type=_positive, metavar="N",
+                         help="drafted tokens at most (default: one and a half blocks, as the "
+                         "server's)")  # fmt: skip
+    profile.add_argument("--contexts", type=_numbers, default=[128, 768], metavar="N,N",
+                         help="prompt tokens, short first (default: 128,768)")  # fmt: skip
+    profile.add_argument("--out", type=Path, default=Path("cost.yaml"), metavar="FILE",
+                         help="default: cost.yaml")  # fmt: skip
+    profile.set_defaults(run=_profile)
 
 
 def _add_replay(commands) -> None:
@@ -240,6 +283,13 @@ def _cost(text: str) -> Path:
     return Path(text)
 
 
+def _engine_argument(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not key.isidentifier() or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, yaml.safe_load(value)
+
+
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
@@ -306,6 +356,54 @@ def _demo(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     print(json.dumps(result) if args.json else compare.table(result))
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from .controller import cost_file
+    from .demo import compare, pairs
+    from .drafters import checkpoint
+    from .observe import profile
+
+    if (args.model_path is None) != (args.speculative_draft_model_path is None):
+        raise options.OptionError("--model-path and --speculative-draft-model-path go together")
+    if not args.out.parent.is_dir():
+        raise options.OptionError(f"--out {args.out}: no such directory")
+    target, drafter = args.model_path, args.speculative_draft_model_path
+    if target is None:
+        pair = pairs.resolve(args.pair)
+        target, drafter = str(pair.target), str(pair.drafter)
+    block = checkpoint.read(drafter).block_size
+    longest = args.max_length or block * 3 // 2
+    engine = {
+        "model_path": target,
+        "speculative_draft_model_path": drafter,
+        "speculative_algorithm": "LIBRASPEC",
+        "max_running_requests": max(args.batches),
+        "skip_tokenizer_init": True,
+        "disable_overlap_schedule": True,
+    }
+    if enable.wanted():
+        most = max(args.contexts) + 16 + 6 * longest
+        engine |= {"dtype": "float32", "max_total_tokens": most * (max(args.batches) + 2)}
+    if args.dtype:
+        engine["dtype"] = args.dtype
+    engine |= dict(args.engine)
+    try:
+        cost = profile.measure(
+            engine,
+            compare.encode(target, compare.read_prompts(compare.PROMPTS, None)),
+            sorted(set(args.batches)),
+            longest,
+            args.max_rows,
+            sorted(set(args.contexts)),
+        )
+    except profile.ProfileError as error:
+        print(f"libraspec: {error}", file=sys.stderr)
+        return 1
+    cost_file.write(cost, args.out)
+    print(profile.table(cost))
+    print(f"\nwritten to {args.out}; use it with --libraspec-cost {args.out}")
     return 0
 
 

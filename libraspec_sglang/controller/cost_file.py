@@ -134,7 +134,8 @@ class Cost(BaseModel):
             if getattr(self, name) != value:
                 raise CostError(
                     f"made for the {name} {getattr(self, name)!r}, this is {value!r}; measure with "
-                    "`libraspec profile`"
+                    "`libraspec profile`, or use it all the same with --libraspec-cost-unchecked "
+                    "true"
                 )
 
     def __call__(
@@ -184,7 +185,7 @@ def read(path: str | Path) -> Cost:
 def write(cost: Cost, path: str | Path) -> None:
     """Write a cost file; :func:`read` gives back an equal object."""
     content = cost.model_dump(mode="json", exclude_none=True)
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=96)
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=96)
     Path(path).write_text(text, encoding="utf-8")
 
 

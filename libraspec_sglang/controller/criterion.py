@@ -30,6 +30,54 @@ def expected_accepted(p: Sequence[float] | torch.Tensor) -> torch.Tensor:
     return torch.cumprod(p, dim=-1).cumsum(dim=-1)
 
 
+def speedup(
+    p: Sequence[float] | torch.Tensor,
+    verify: Sequence[float] | torch.Tensor,
+    *,
+    plain: float = 1.0,
+    draft: float = 0.0,
+) -> torch.Tensor:
+    """eta_d = E[tau_d] L / (T_draft + T_d) for d = 1..D (section 3.1).
+
+    The bonus token is left out, as in the paper; ``batch.allocate`` counts it.
+
+    Args:
+        p: [D] acceptance probabilities, each given that all before were accepted.
+        verify: [D] T_d, seconds of verifying d tokens.
+        plain: L, seconds of a plain decoding step.
+        draft: T_draft, seconds of drafting.
+
+    Returns:
+        float64 [D].
+    """
+    seconds = draft + torch.as_tensor(verify, dtype=torch.float64)
+    return expected_accepted(p) * plain / seconds
+
+
+def adjustment_pays(
+    p: Sequence[float], verify: Sequence[float], length: int, other: int, draft: float = 0.0
+) -> bool:
+    """Whether verifying ``other`` tokens instead of ``length`` raises the speedup (theorem 3.2).
+
+    Longer: the added tokens must bring more per second than the length so far. Shorter: the
+    removed ones must bring less than the length with them.
+
+    Args:
+        p, verify, draft: as of :func:`speedup`; times rise with length.
+        length, other: 1..D.
+    """
+    expected = expected_accepted(p).tolist()
+    gain = expected[other - 1] - expected[length - 1]
+    price = verify[other - 1] - verify[length - 1]
+    # Cross-multiplied: gain / price against expected / seconds, whichever sign the change has.
+    return gain * (draft + verify[length - 1]) > expected[length - 1] * price
+
+
+def best_length(p: Sequence[float], verify: Sequence[float], draft: float = 0.0) -> int:
+    """The length 1..D of highest speedup, by trying all; the shortest of equals."""
+    return int(speedup(p, verify, draft=draft).argmax()) + 1
+
+
 def suffix_bounds(confidences: Sequence[float], length: int, alpha: float) -> list[int]:
     """eps_i = floor(alpha * sum_{j=i..d} prod_{k=i..j} q_k) + i for i = 1..d (theorem 3.4).
 

@@ -29,7 +29,7 @@ from .cost import BatchCost, Profile
 from .cost_file import Cost, Forward
 from .policy import Policy
 
-CURVES_PER_REQUEST, CURVES_SHARED = 4, 32
+CURVES_PER_REQUEST, CURVES_SHARED = 4, 128
 REQUESTS_REMEMBERED = 1024
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
@@ -42,7 +42,7 @@ WIDTH_EVERY = 3
 """Rounds a chosen width stands, while the batch is of the same size."""
 MARGIN = 0.01
 """Expected gain in rate below which the width stays as it is."""
-UNSEEN = 0.8
+UNSEEN = 0.9
 """Chance of acceptance assumed for positions no draft has reached yet."""
 TYPICAL_CONTEXT = 512
 """Tokens of context a request is taken to have in a profile; rounds shift it to the real ones."""

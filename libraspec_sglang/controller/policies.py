@@ -29,7 +29,7 @@ class Static(Policy):
     length: int
 
     def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
-        return self.length if cap else 0
+        return min(self.length, cap)
 
     def decide(self, confidence, caps, alpha):
         return caps.clamp(max=self.length)

@@ -129,6 +129,14 @@ def tokenize(pair: Pair, prompts: Sequence[str], room: int) -> list[list[int]]:
     return ids
 
 
+def encode(target: str | Path, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts as they are."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
 def compare(
     pair: Pair,
     prompts: Sequence[str],

@@ -10,6 +10,7 @@ from sglang.srt.runtime_context import attn_dp_enabled_of
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from libraspec_sglang import options
+from libraspec_sglang.controller import cost_file
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.options import OptionError
 
@@ -81,7 +82,7 @@ def validate(server_args) -> None:
         OptionError: names the option and the fix.
     """
     contract.require()
-    options.load()
+    _check_cost(options.load().cost)
     for field, flag, unset, why in _REFUSED:
         value = getattr(server_args, field, None)
         if value is not None and value != unset:
@@ -100,6 +101,16 @@ def validate(server_args) -> None:
     target = _target_config(server_args)
     if target is not None:
         checkpoint.check_against_target(draft, target)
+
+
+def _check_cost(path: str | None) -> None:
+    """Find an unreadable profile before models are loaded; for what it was measured, the worker
+    knows."""
+    if path is not None:
+        try:
+            cost_file.read(path)
+        except cost_file.CostError as error:
+            raise OptionError(f"--libraspec-cost: {error}") from None
 
 
 _REFUSED = (

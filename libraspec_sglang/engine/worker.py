@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from libraspec_sglang import options
+from libraspec_sglang.controller import cost_file
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.drafters.base import Proposal, Window
 from libraspec_sglang.drafters.dflash import DFlashDrafter
@@ -32,6 +33,7 @@ from libraspec_sglang.verify.accept import Accepted, accept
 from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 
+from . import machine
 from .draft_context import DraftContext
 from .draft_input import LibraSpecDraftInput
 from .target_pass import TargetPass
@@ -56,12 +58,11 @@ class LibraSpecWorker(DFlashWorkerV2):
             block_size=get_spec().speculative_dflash_block_size,
         )
         self._window_width = self.block_size  # as the algorithm resolved it, for this server
+        self._host_timed = str(self.device) == "cpu"
         planned = checkpoint.plan_lengths(
-            self._options, draft.block_size, host_timed=str(self.device) == "cpu"
+            self._options, draft.block_size, host_timed=self._host_timed
         )
         self._lengths = replace(planned, max_length=min(planned.max_length, self._window_width - 1))
-        self._policy = self._lengths.policy()
-        self._policy.prepare()
         self._context_len = int(self.model_runner.model_config.context_len)
         self._tp_group = get_parallel().tp_group
         target_model = target_worker.model_runner.model
@@ -78,10 +79,14 @@ class LibraSpecWorker(DFlashWorkerV2):
         )
         self._target = TargetPass(target_worker, self._window_width)
         self._draft_context = DraftContext(self._append_target_hidden_to_draft_kv_by_loc)
-        self._clock = RoundClock()
-        self._trace = self._open_trace(draft.block_size)
         self._full_rows = False
         self._draft_vocabulary = draft.hot_token_ids and len(draft.hot_token_ids)
+        circumstances = self._circumstances(draft)
+        self._policy = self._lengths.policy(self._cost(circumstances))
+        self._policy.prepare()
+        self._trace = self._open_trace(draft.block_size, circumstances)
+        waits = self._trace is not None and not self._host_timed
+        self._clock = RoundClock(torch.cuda.synchronize if waits else None)
 
     # -- SGLang's hooks ------------------------------------------------------------------
 
@@ -218,7 +223,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._learn(requests, proposal, rows, accepted, gap)
         clock.lap("result")
         if self._trace is not None:
-            self._write_trace(requests, window, proposal, rows, accepted)
+            self._write_trace(requests, window, proposal, rows, accepted, gap)
         return result
 
     def _open_window(self, batch: ScheduleBatch):
@@ -355,6 +360,8 @@ class LibraSpecWorker(DFlashWorkerV2):
             np.asarray(rows.lens) - 1,
             accepted.commit_lens.cpu().numpy() - 1,
         )
+        if not self._host_timed:
+            return
         self._policy.learn_times(
             bs,
             bs * (proposal.length + 1) if proposal.length else 0,
@@ -367,7 +374,38 @@ class LibraSpecWorker(DFlashWorkerV2):
 
     # -- saying what happens -------------------------------------------------------------
 
-    def _open_trace(self, block_size: int) -> TraceWriter | None:
+    def _circumstances(self, draft: checkpoint.DraftCheckpoint) -> dict[str, str]:
+        """What rounds are timed on, as traces and cost files say it."""
+        target = self.model_runner.model_config
+        drafter = machine.model_name(
+            draft.config, self.draft_model_runner.model_config.dtype, quantization=None
+        )
+        return {
+            "device": machine.device_name(str(self.device), self._tp_group.world_size),
+            "target": machine.model_name(
+                target.hf_text_config.to_dict(), target.dtype, target.quantization
+            ),
+            "drafter": f"{drafter}, draft vocabulary {self._draft_vocabulary or 'all'}",
+        }
+
+    def _cost(self, circumstances: dict[str, str]) -> cost_file.Cost | None:
+        """The profile this server was given.
+
+        Raises:
+            OptionError: it cannot be read, or is of another machine or model.
+        """
+        path = self._options.cost
+        if path is None:
+            return None
+        try:
+            cost = cost_file.read(path)
+            if not self._options.cost_unchecked:
+                cost.check(**circumstances)
+        except cost_file.CostError as error:
+            raise options.OptionError(f"--libraspec-cost {path}: {error}") from None
+        return cost
+
+    def _open_trace(self, block_size: int, circumstances: dict[str, str]) -> TraceWriter | None:
         if self._options.trace is None or self._tp_group.rank_in_group != 0:
             return None
         writer = TraceWriter(
@@ -376,7 +414,7 @@ class LibraSpecWorker(DFlashWorkerV2):
                 "policy": self._policy.name,
                 "block_size": block_size,
                 "window": self._window_width,
-                "device": str(self.device),
+                **circumstances,
             },
         )
         atexit.register(writer.close)
@@ -389,6 +427,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         proposal: Proposal,
         rows: VerifyRows,
         accepted: Accepted,
+        gap: float | None,
     ) -> None:
         self._trace.round(
             requests=requests,
@@ -397,16 +436,26 @@ class LibraSpecWorker(DFlashWorkerV2):
             context=window.prefix_lens.tolist(),
             confidence=proposal.confidence.tolist(),
             laps=self._clock.laps,
+            gap=gap,
         )
+
+    def _prices(self) -> str:
+        """Where the policy's idea of cost comes from."""
+        if self._policy.name != "libra":
+            return "-"
+        start = self._options.cost or "conservative prior (no --libraspec-cost)"
+        return f"{start}, refined by its rounds" if self._host_timed else start
 
     def _say_what_is_active(self) -> None:
         if self._tp_group.rank_in_group != 0:
             return
         controlled = self._policy.name == "libraspec"
         logger.info(
-            "LibraSpec active: policy=%s, drafter=DFLASH, block=%d, max_length=%d, alpha=%s, "
-            "extension=%s, window=%d, draft_vocabulary=%s, attention=%s, rows=%s, device=%s",
+            "LibraSpec active: policy=%s, cost=%s, drafter=DFLASH, block=%d, max_length=%d, "
+            "alpha=%s, extension=%s, window=%d, draft_vocabulary=%s, attention=%s, rows=%s, "
+            "device=%s",
             self._policy.name,
+            self._prices(),
             self._lengths.block_size,
             self._window_width - 1,
             self._options.alpha if controlled else "-",

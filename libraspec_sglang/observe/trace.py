@@ -1,8 +1,8 @@
 """A JSON line per decode round: what was proposed, decided and accepted, and where time went.
 
 No token ids and no text. The first line is a header with the format's version. Times are seconds
-of host wall clock; on a CUDA device they show launch times, not execution, unless the device is
-idle.
+of host wall clock; on a CUDA device the clock waits for the device at every part, so that they are
+execution times (and rounds a little slower).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 logger = logging.getLogger(__name__)
@@ -21,15 +21,18 @@ VERSION = 1
 class RoundClock:
     """Seconds per part of one round, by the host's clock."""
 
-    __slots__ = ("_last", "laps")
+    __slots__ = ("_last", "_wait", "laps")
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        """Args: wait: returns once the device has done what it was given; None where the host
+        does the work itself, or where times are not looked at."""
+        self._wait = wait
         self.laps: dict[str, float] = {}
         self._last: float | None = None
 
     def start(self) -> float | None:
         """Begin a round; seconds since the last lap of the previous one, None after a pause."""
-        now = time.perf_counter()
+        now = self._now()
         gap = None if self._last is None else now - self._last
         self.laps = {}
         self._last = now
@@ -41,9 +44,14 @@ class RoundClock:
 
     def lap(self, name: str) -> None:
         """Book the time since the last lap under ``name``."""
-        now = time.perf_counter()
+        now = self._now()
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
+
+    def _now(self) -> float:
+        if self._wait is not None:
+            self._wait()
+        return time.perf_counter()
 
 
 class TraceWriter:
@@ -64,6 +72,7 @@ class TraceWriter:
         context: Sequence[int],
         confidence: list[list[float]],
         laps: dict[str, float],
+        gap: float | None = None,
     ) -> None:
         """Write one round.
 
@@ -74,6 +83,7 @@ class TraceWriter:
             context: committed tokens before the round, [bs].
             confidence: the drafter's confidences, [bs][D].
             laps: seconds per part.
+            gap: seconds since the round before, None after something else (a prefill).
         """
         self._write(
             {
@@ -83,6 +93,7 @@ class TraceWriter:
                 "context": list(context),
                 "confidence": [[round(c, 4) for c in row] for row in confidence],
                 "seconds": {name: round(s, 7) for name, s in laps.items()},
+                "gap": None if gap is None else round(gap, 7),
             }
         )
 
