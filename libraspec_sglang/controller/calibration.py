@@ -23,6 +23,7 @@ HORIZON = 4000.0
 """Observations after which old evidence has faded to 1/e, so that no one text dominates long."""
 REFRESH_EVERY = 4
 """Rounds whose evidence comes into force together; one round says little."""
+ERROR_BINS = 10
 REQUEST_SHARE = 0.25
 """Largest part of one round's evidence that a single request may supply in a batch."""
 
@@ -36,6 +37,7 @@ class Calibration:
         self._accepted = np.zeros((depth, BINS))
         self._base, self._slope = np.zeros((depth, BINS)), np.ones((depth, BINS))
         self._stale = 0
+        self._judged = np.zeros((2, ERROR_BINS, 3))  # of q and p: count, predicted, accepted
         self.observed = 0
 
     def probability(self, confidence: np.ndarray) -> np.ndarray:
@@ -51,26 +53,46 @@ class Calibration:
         """[bs, D'] probability that a token and all before it are accepted."""
         return np.cumprod(self.probability(confidence), axis=1)
 
-    def update(self, confidence: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+    def update(
+        self,
+        confidence: np.ndarray,
+        verified: np.ndarray,
+        accepted: np.ndarray,
+        chance: np.ndarray | None = None,
+    ) -> None:
         """Learn from one round.
 
         Args:
             confidence: [bs, D'] as drafted.
             verified: [bs] drafted tokens that were verified.
             accepted: [bs] of them accepted.
+            chance: [bs, D'] what :meth:`probability` made of them, if it was asked.
 
         Raises:
             ValueError: D' > depth.
         """
+        if chance is None:
+            chance = self.probability(confidence)
         self._check(confidence)
         self.observed += _count(
             _floats(confidence), _integers(verified), _integers(accepted),
-            self._seen, self._accepted,
+            self._seen, self._accepted, chance, self._judged,
         )  # fmt: skip
         self._stale += 1
         if self._stale >= REFRESH_EVERY:
             _refresh(self._seen, self._accepted, self._base, self._slope)
             self._stale = 0
+
+    def error(self) -> tuple[float, float]:
+        """Expected calibration error of the confidences and of what was made of them.
+
+        Both over the same judged positions, each predicted before its outcome was known, faded
+        like the evidence; NaN before there were any.
+        """
+        count, predicted, accepted = np.moveaxis(self._judged, 2, 0)
+        with np.errstate(invalid="ignore"):
+            errors = np.abs(predicted - accepted).sum(axis=1) / count.sum(axis=1)
+        return float(errors[0]), float(errors[1])
 
     def _check(self, confidence: np.ndarray) -> None:
         """Compiled loops do not check bounds."""
@@ -107,7 +129,7 @@ def _probability(confidence, base, slope):
 
 
 @compiled
-def _count(confidence, verified, accepted, seen, hits):
+def _count(confidence, verified, accepted, seen, hits, chance, judged):
     """Fade the old counts, add a round's; returns the observations it brought."""
     bs, depth = confidence.shape
     total = 0
@@ -118,13 +140,20 @@ def _count(confidence, verified, accepted, seen, hits):
     fade = np.exp(-total / HORIZON)
     seen *= fade
     hits *= fade
+    judged *= fade
     for request in range(bs):
         known = min(verified[request], accepted[request] + 1, depth)
         weight = 1.0
         if bs * REQUEST_SHARE > 1.0 and known > REQUEST_SHARE * total:
             weight = REQUEST_SHARE * total / known
         for position in range(known):
-            _, place = _bin(confidence[request, position])
+            q, place = _bin(confidence[request, position])
+            for kind, value in enumerate((q, chance[request, position])):
+                tenth = min(int(value * judged.shape[1]), judged.shape[1] - 1)
+                judged[kind, tenth, 0] += 1.0
+                judged[kind, tenth, 1] += value
+                if position < accepted[request]:
+                    judged[kind, tenth, 2] += 1.0
             seen[position, place] += weight
             if position < accepted[request]:
                 hits[position, place] += weight

@@ -171,7 +171,7 @@ class Libra(Policy):
         chance, self._chance = self._chance, None
         if chance is None:  # lengths were not ours to decide this round
             chance = self.calibration.probability(confidence)
-        self.calibration.update(confidence, verified, accepted)
+        self.calibration.update(confidence, verified, accepted, chance)
         self._memory.take(requests, chance)
 
     def learn_times(
@@ -192,6 +192,14 @@ class Libra(Policy):
         if not self.elsewhere:
             self.elsewhere = seconds
         self.elsewhere += 0.02 * (min(seconds, 3.0 * self.elsewhere) - self.elsewhere)
+
+    def report(self) -> str:
+        """See :meth:`Policy.report`."""
+        before, after = self.calibration.error()
+        return (
+            f"calibration error of the drafter's confidences {before:.3f}, as used {after:.3f}, "
+            f"over {self.calibration.observed} verified tokens; drafting {self._width} tokens"
+        )
 
 
 class _Memory:

@@ -64,5 +64,9 @@ class Policy:
     ) -> None:
         """A round's two forwards, for ``batch`` requests."""
 
+    def report(self) -> str:
+        """What was learnt so far, for the log; empty if nothing."""
+        return ""
+
     def learn_elsewhere(self, seconds: float) -> None:
         """Seconds the round spent outside them."""

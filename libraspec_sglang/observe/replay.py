@@ -21,13 +21,14 @@ policy can beat the first where more rows never cost less.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from libraspec_sglang.controller.compiled import compiled
 from libraspec_sglang.controller.cost_file import Cost, Forward
+from libraspec_sglang.controller.libra import Libra
 from libraspec_sglang.controller.policy import Policy
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.options import OptionError, load
@@ -317,6 +318,8 @@ class Result:
         mean_length: drafted tokens verified per request and round.
         wasted: of them not accepted, per request and round.
         deviation: mean absolute difference of the length from the clairvoyant oracle's.
+        calibration: expected calibration error of the confidences and of what the policy made of
+            them, where it learns that.
     """
 
     policy: str
@@ -327,6 +330,7 @@ class Result:
     mean_length: float
     wasted: float
     deviation: float
+    calibration: tuple[float, float] | None = None
 
 
 def evaluate(
@@ -353,8 +357,11 @@ def evaluate(
         else:
             games.append(play(policy, rounds, schedule, prices))
     results = [
-        _score(spec, game, clairvoyant, rounds, schedule, prices)
-        for spec, game in zip(policies, games, strict=True)
+        replace(
+            _score(spec, game, clairvoyant, rounds, schedule, prices),
+            calibration=policy.calibration.error() if isinstance(policy, Libra) else None,
+        )
+        for spec, game, policy in zip(policies, games, online, strict=True)
     ]
     return results, games
 

@@ -109,6 +109,12 @@ def table(report: dict[str, Any]) -> str:
         )
         for row in cells
     ]
+    lines += [
+        f"batch {row['batch']}, {row['policy']}: calibration error of the confidences "
+        f"{row['calibration'][0]:.3f}, as used {row['calibration'][1]:.3f}"
+        for row in report["results"]
+        if row["calibration"]
+    ]
     for explained in report["explained"]:
         lines += ["", replay_explain.text(explained)]
     return "\n".join(lines)

@@ -21,13 +21,14 @@ VERSION = 1
 class RoundClock:
     """Seconds per part of one round, by the host's clock."""
 
-    __slots__ = ("_last", "_wait", "laps")
+    __slots__ = ("_last", "_wait", "laps", "rounds")
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         """Args: wait: returns once the device has done what it was given; None where the host
         does the work itself, or where times are not looked at."""
         self._wait = wait
         self.laps: dict[str, float] = {}
+        self.rounds = 0  # begun so far
         self._last: float | None = None
 
     def start(self) -> float | None:
@@ -35,6 +36,7 @@ class RoundClock:
         now = self._now()
         gap = None if self._last is None else now - self._last
         self.laps = {}
+        self.rounds += 1
         self._last = now
         return gap
 

@@ -163,6 +163,13 @@ class TestCalibration:
         before = np.abs(q - truth(q)).mean()
         after = np.abs(table.probability(q) - truth(q)).mean()
         assert after < before / 2
+        # Its own account, of outcomes as they came: the mean of |q - q^2| is 1 / 6.
+        said_before, said_after = table.error()
+        assert said_before == pytest.approx(before, abs=0.03)
+        assert said_after < said_before / 2
+
+    def test_no_error_before_there_were_outcomes(self):
+        assert np.isnan(Calibration(4).error()).all()
 
 
 class TestCost:
