@@ -362,9 +362,9 @@ class LibraSpecWorker(DFlashWorkerV2):
             np.asarray(rows.lens) - 1,
             accepted.commit_lens.cpu().numpy() - 1,
         )
-        if self._clock.rounds % REPORT_EVERY == 0 and self._tp_group.rank_in_group == 0:
-            if learnt := self._policy.report():
-                logger.info("LibraSpec: after %d rounds: %s", self._clock.rounds, learnt)
+        due = self._clock.rounds % REPORT_EVERY == 0 and self._tp_group.rank_in_group == 0
+        if due and (learnt := self._policy.report()):
+            logger.info("LibraSpec: after %d rounds: %s", self._clock.rounds, learnt)
         if not self._host_timed:
             return
         self._policy.learn_times(
