@@ -123,6 +123,27 @@ class TestCommandLine:
         assert "FAULT drafter" in bad.stdout and "no config.json" in bad.stdout
 
 
+def test_the_clock_waits_for_a_device_at_every_lap():
+    """Or the time of a launch would be taken for the time of the work."""
+    waited = []
+    clock = RoundClock(lambda: waited.append(len(waited)))
+    clock.start()
+    clock.lap("draft")
+    clock.lap("verify")
+    assert waited == [0, 1, 2]
+    assert clock.rounds == 1
+
+
+def test_profile_names_what_goes_together(tmp_path, capsys):
+    assert cli.main(["profile", "--model-path", "x"]) == 1
+    assert "--speculative-draft-model-path go together" in capsys.readouterr().err
+    assert cli.main(["profile", "--out", str(tmp_path / "no" / "cost.yaml")]) == 1
+    assert "no such directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["profile", "--engine", "tp_size"])
+    assert "'tp_size' is not KEY=VALUE" in capsys.readouterr().err
+
+
 def test_trace_has_a_header_and_a_line_per_round(tmp_path):
     writer = TraceWriter(str(tmp_path / "t.jsonl"), {"policy": "libra"})
     clock = RoundClock()
