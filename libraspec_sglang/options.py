@@ -262,4 +262,10 @@ def _validated(model: type[BaseModel], given: Mapping[str, Any], spell) -> Any:
         known = ", ".join(model.model_fields)
         if first["type"] == "extra_forbidden":
             raise OptionError(f"{spell(field)} is not a LibraSpec option; known: {known}") from None
-        raise OptionError(f"{spell(field)} = {first['input']!r}: {first['msg']}") from None
+        raise OptionError(f"{spell(field)} = {_short(first['input'])}: {first['msg']}") from None
+
+
+def _short(value: Any) -> str:
+    """A value as it is told back; a message is no place for a megabyte."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def _check_integers(file: Path, dflash: dict[str, Any]) -> None:
     layers = dflash.get("target_layer_ids")
     if layers is None:
         return
-    if not isinstance(layers, list) or not all(_is_integer(n) and n >= 0 for n in layers):
+    if not isinstance(layers, list) or not all(_is_integer(n) and n >= 0 for n in layers or [-1]):
         raise OptionError(f"{file}: target_layer_ids {layers!r} must be a list of layer numbers")
 
 
@@ -249,9 +250,11 @@ def _check_tensors(draft: DraftCheckpoint) -> None:
         if any(draft.path.glob("*.bin")):
             return
         raise OptionError(f"{draft.path}: no *.safetensors weights; the checkpoint is incomplete")
-    names = {name.removeprefix("model.") for file in files for name in _tensor_names(file)}
+    shapes = {
+        name.removeprefix("model."): shape for file in files for name, shape in _tensors(file)
+    }
     layers = int(draft.config.get("num_hidden_layers", 0))
-    have = {name.rpartition(".")[0] for name in names}
+    have = {name.rpartition(".")[0] for name in shapes}
     needed = [("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc"), ("norm",)]
     needed += [tuple(f"layers.{i}.{n}" for n in names) for i in range(layers) for names in _PARTS]
     missing = [names[0] for names in needed if not have & set(names)]
@@ -261,6 +264,35 @@ def _check_tensors(draft: DraftCheckpoint) -> None:
             f"{' and more' if len(missing) > 4 else ''}; the checkpoint is incomplete, download it "
             "again"
         )
+    for name, expected in _expected_shapes(draft.config, layers):
+        if name in shapes and shapes[name] is not None and shapes[name] != expected:
+            raise OptionError(
+                f"{draft.path}: tensor {name} has shape {shapes[name]}, its config.json makes that "
+                f"{expected}; configuration and weights are of different checkpoints"
+            )
+
+
+def _expected_shapes(config: dict[str, Any], layers: int) -> Iterator[tuple[str, list[int]]]:
+    """Shapes of the tensors that have one name everywhere, as far as the configuration says."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    groups, inner = config.get("num_key_value_heads", heads), config.get("intermediate_size")
+    if not all(_is_integer(n) and n > 0 for n in (hidden, heads, groups, inner)):
+        raise OptionError(
+            f"the draft's config.json: hidden_size {hidden!r}, num_attention_heads {heads!r}, "
+            f"num_key_value_heads {groups!r} and intermediate_size {inner!r} must be positive "
+            "integers"
+        )
+    head = config.get("head_dim") or hidden // heads
+    captured = (config.get("dflash_config") or {}).get("target_layer_ids")
+    if captured is not None:
+        yield "fc.weight", [hidden, len(captured) * hidden]
+    for i in range(layers):
+        yield f"layers.{i}.self_attn.q_proj.weight", [heads * head, hidden]
+        yield f"layers.{i}.self_attn.k_proj.weight", [groups * head, hidden]
+        yield f"layers.{i}.self_attn.v_proj.weight", [groups * head, hidden]
+        yield f"layers.{i}.self_attn.o_proj.weight", [hidden, heads * head]
+        yield f"layers.{i}.mlp.gate_proj.weight", [inner, hidden]
+        yield f"layers.{i}.mlp.down_proj.weight", [hidden, inner]
 
 
 _PARTS = (
@@ -277,7 +309,8 @@ _PARTS = (
 """What every layer has, under its own or a fused name."""
 
 
-def _tensor_names(file: Path) -> list[str]:
+def _tensors(file: Path) -> list[tuple[str, list[int] | None]]:
+    """(name, shape) of a safetensors file's tensors; no shape where weights are quantised."""
     try:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
@@ -286,9 +319,17 @@ def _tensor_names(file: Path) -> list[str]:
             header = json.loads(stream.read(size))
             if not isinstance(header, dict):
                 raise ValueError("its header is not an object")
-    except (OSError, ValueError, struct.error) as error:
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            if 8 + size + max(ends, default=0) > file.stat().st_size:
+                raise ValueError("it is cut off; download it again")
+            plain = {"F64", "F32", "F16", "BF16"}
+            return [
+                (name, entry["shape"] if entry["dtype"] in plain else None)
+                for name, entry in header.items()
+            ]
+    except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
         raise OptionError(f"{file}: not a readable safetensors file ({error})") from None
-    return [name for name in header if name != "__metadata__"]
 
 
 def _local(path: str, revision: str | None) -> Path:

@@ -82,7 +82,9 @@ def validate(server_args) -> None:
         OptionError: names the option and the fix.
     """
     contract.require()
-    _check_cost(options.load().cost)
+    chosen = options.load()
+    _check_cost(chosen.cost)
+    _check_trace(chosen.trace)
     for field, flag, unset, why in _REFUSED:
         value = getattr(server_args, field, None)
         if value is not None and value != unset:
@@ -111,6 +113,17 @@ def _check_cost(path: str | None) -> None:
             cost_file.read(path)
         except cost_file.CostError as error:
             raise OptionError(f"--libraspec-cost: {error}") from None
+
+
+def _check_trace(path: str | None) -> None:
+    """Find a trace that cannot be written before models are loaded; nothing is written yet."""
+    if path is None:
+        return
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise OptionError(f"--libraspec-trace {path}: {error.strerror}") from None
 
 
 _REFUSED = (

@@ -63,11 +63,23 @@ def validate_request(original, req, *args, **kwargs) -> str | None:
     plain_ids = req.multimodal_inputs is None and req.input_embeds is None
     if plain_ids and req.vocab_size and not 0 <= min(ids) <= max(ids) < req.vocab_size:
         return f"input_ids must be in 0..{req.vocab_size - 1}, the target's vocabulary"
+    if req.return_logprob and (problem := _logprob_problem(req.logprob, req.vocab_size)):
+        return problem
     if req.return_hidden_states:
         return "LIBRASPEC does not return hidden states; send return_hidden_states=false"
     if req.return_sampling_mask:
         return "LIBRASPEC does not return sampling masks; send return_sampling_mask=false"
     return original(req, *args, **kwargs)
+
+
+def _logprob_problem(wanted, vocabulary: int | None) -> str | None:
+    """What would end SGLang's scheduler when it picks logprobs, or None."""
+    if vocabulary and wanted.top_logprobs_num > vocabulary:
+        return f"top_logprobs_num {wanted.top_logprobs_num}: the target has {vocabulary} tokens"
+    ids = wanted.token_ids_logprob or []
+    if vocabulary and ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        return f"token_ids_logprob must be in 0..{vocabulary - 1}, the target's vocabulary"
+    return None
 
 
 HOOKS = (

@@ -108,15 +108,21 @@ def test_logprobs_are_the_targets(default_engine, plain, prompts):
 def test_bad_request_options_refuse_the_request_only(default_engine, plain, prompts):
     bad = {"temperature": 0, "max_new_tokens": 4, "custom_params": {"libraspec_alpha": -1}}
     good = {"temperature": 0, "max_new_tokens": TOKENS}
+    logprobs = {"input_ids": prompts[0], "sampling_params": good, "return_logprob": True}
     _, answers = default_engine.ask(
         [
             {"input_ids": prompts[0], "sampling_params": bad},
+            {**logprobs, "top_logprobs_num": 1000},
+            {**logprobs, "token_ids_logprob": [5, 999]},
             {"input_ids": prompts[0], "sampling_params": good},
         ],
         concurrency=2,
     )
-    assert "libraspec_alpha" in str(answers[0])
-    assert answers[1]["output_ids"] == plain["outputs"][0]
+    for answer, word in zip(
+        answers, ("libraspec_alpha", "top_logprobs_num 1000", "token_ids_logprob"), strict=False
+    ):
+        assert word in str(answer)
+    assert answers[-1]["output_ids"] == plain["outputs"][0]
 
 
 def test_an_answer_that_fills_the_context(default_engine):

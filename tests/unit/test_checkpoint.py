@@ -58,6 +58,7 @@ def test_the_shipped_pairs_pass():
         ({"dflash_mask_token_id": "258"}, "mask_token_id '258' must be a token id"),
         ({"dflash_target_layer_ids": [-1, 2]}, "must be a list of layer numbers"),
         ({"dflash_target_layer_ids": "all"}, "must be a list of layer numbers"),
+        ({"dflash_target_layer_ids": []}, "must be a list of layer numbers"),
         ({"block_size": None}, "block_size None must be"),
         ({"dflash_projector_type": "domino"}, "projector_type = 'domino'.*algorithm DFLASH"),
     ],
@@ -75,11 +76,24 @@ def test_unusable_configurations(draft, changes, words):
         ({"vocab_size": 300}, "vocab_size 300 differs"),
         ({"dflash_mask_token_id": 9999}, "mask_token_id 9999 is outside"),
         ({"dflash_target_layer_ids": [1, 2, 9]}, "deeper target"),
+        ({"dflash_target_layer_ids": [1, 2]}, r"fc.weight has shape \[256, 768\].*\[256, 512\]"),
+        ({"intermediate_size": 641}, r"mlp.gate_proj.weight has shape \[640, 256\]"),
+        ({"num_key_value_heads": 4}, r"self_attn.k_proj.weight has shape \[128, 256\]"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0 .* must be positive"),
+        ({"head_dim": 63}, "q_proj.weight has shape"),
     ],
 )
 def test_another_targets_drafter(draft, changes, words):
     edit(draft, **changes)
     with pytest.raises(OptionError, match=words):
+        checkpoint.check_against_target(checkpoint.read(str(draft)), TARGET)
+
+
+@pytest.mark.parametrize("kept", [5000, 300_000])
+def test_weights_that_are_cut_off(draft, kept):
+    file = draft / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(OptionError, match=r"model\.safetensors: .*cut off; download it again"):
         checkpoint.check_against_target(checkpoint.read(str(draft)), TARGET)
 
 
@@ -209,6 +223,8 @@ from libraspec_sglang.options import OptionError
 base = dict(model_path=str(HERE / "bytes-target"), speculative_algorithm="LIBRASPEC",
             speculative_draft_model_path=str(HERE / "bytes-dflash"))
 for given in json.loads(sys.argv[1]):
+    options = {k: given.pop(k) for k in ("trace", "cost") if k in given}
+    libraspec_sglang.configure(trace=options.get("trace"), cost=options.get("cost"))
     try:
         ServerArgs(**base, **given).resolve_once()
         print("accepted")
@@ -228,6 +244,8 @@ def test_refusals_through_sglangs_own_resolution():
         ({"enable_lora": True}, "--enable-lora (True)"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk (True)"),
         ({"attention_backend": "torch_native"}, "--attention-backend torch_native cannot verify"),
+        ({"trace": "/nowhere/t.jsonl"}, "--libraspec-trace /nowhere/t.jsonl: No such file or dir"),
+        ({"cost": "/nowhere/c.yaml"}, "--libraspec-cost: /nowhere/c.yaml: No such file or dir"),
         ({"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}, "--enable-dp-attention"),
         ({"speculative_num_draft_tokens": 40}, "block-size 40: this checkpoint supports 2 to 16"),
         ({"speculative_draft_model_path": str(HERE / "bytes-target")}, "not a DFlash drafter"),

@@ -89,6 +89,12 @@ def test_configure_refuses_what_an_environment_cannot_hold():
         options.configure(trace="a\0b")
 
 
+def test_a_message_is_short_whatever_was_given():
+    with pytest.raises(options.OptionError) as caught:
+        options.request_options({"libraspec_max_length": "x" * 200_000})
+    assert len(str(caught.value)) < 300
+
+
 def test_request_options():
     own = options.request_options(
         {"libraspec_alpha": 3, "libraspec_max_length": 0, "other": object()}
