@@ -76,9 +76,11 @@ class BatchPlan:
         pages = [b - a for a, b in pairwise(ptr)]
         if self.kv_lens is None:
             tail = last_page_len.tolist()
-            self.kv_lens = [
-                (n - 1) * page + t if n else 0 for n, t in zip(pages, tail, strict=False)
-            ]
+            self.kv_lens = [(n - 1) * page + t for n, t in zip(pages, tail, strict=False)]
+        # FlashInfer's host side gives a request without pages its last page's length, one token;
+        # its kernels see the missing pages first, and no token. SGLang plans such requests when it
+        # prefills prompts with and without a cached prefix together.
+        self.kv_lens = [k if n else 0 for k, n in zip(self.kv_lens, pages, strict=False)]
         out = []
         for start, n, length in zip(ptr, pages, self.kv_lens, strict=False):
             rows = indices[start : start + n]

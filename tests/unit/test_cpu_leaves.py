@@ -235,6 +235,26 @@ def test_long_prefill_is_blocked(monkeypatch, mode, window, prefix):
         torch.testing.assert_close(other, results[0], atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_request_without_pages_sees_no_key(monkeypatch, padded):
+    """FlashInfer's host side says such a request has one token; its kernels know better."""
+    from flashinfer.page import get_seq_lens
+
+    monkeypatch.setattr(batch.BatchPlan, "_pads_well", lambda *_: padded)
+    indptr, last = torch.tensor([0, 0, 0, 2]), torch.ones(3, dtype=torch.int32)
+    said = get_seq_lens(indptr, last, 1)
+    assert said.tolist() == [1, 1, 2]
+    plan = batch.BatchPlan([0, 3, 5, 9], said.tolist(), 1)
+    q, cache = torch.randn(9, 4, 8), torch.randn(6, 1, 2, 8)
+    o, lse = torch.empty(9, 4, 8), torch.empty(9, 4)
+    plan.run_paged(
+        q, cache, cache, indptr, torch.tensor([3, 4]), last, NON_CAUSAL, -1, 0.3, 0.0, o, lse
+    )
+    assert (lse[:5] == -float("inf")).all()
+    assert (o[:5] == 0).all()
+    assert lse[5:].isfinite().all()
+
+
 def test_padding_never_reads_a_foreign_row():
     """A NaN outside a request's own rows must not reach it through padding."""
     cache = torch.full((2, 10, 1, 1, 8), math.nan)
