@@ -36,6 +36,9 @@ FIRST_PROBE, LAST_PROBE = 4, 64
 EXPLORE_EVERY, EXPLORE_BY = 16, 2.0
 """How often a draft is made wider than what pays by what is known, and how many times as wide.
 A narrow draft says nothing about the positions beyond it."""
+FIRST_PLAIN, LAST_PLAIN = 6, 192
+"""Rounds that draft, at one batch size, before a plain one: first, and at most. What plain decoding
+costs is seen only there; a line through drafted rounds alone says too much for it."""
 PROBE_WIDTH = 3
 """Tokens of a trial draft."""
 WIDTH_EVERY = 3
@@ -78,6 +81,7 @@ class Libra(Policy):
         self._chance: np.ndarray | None = None
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in = EXPLORE_EVERY
+        self._plain_in: dict[int, tuple[int, int]] = {}  # by batch size: rounds left, of how many
         self._settled = self._batch = 0
 
     def prepare(self) -> None:
@@ -107,7 +111,19 @@ class Libra(Policy):
         else:
             best = self._best_width(requests)
             self._settled, self._batch = WIDTH_EVERY - 1, len(requests)
+        if best and self._plain_is_due(len(requests)):
+            return 0
         return min(self._explored(best) if best else self._probed(), cap)
+
+    def _plain_is_due(self, batch: int) -> bool:
+        """Whether this round shall show what plain decoding costs; further and further apart."""
+        left, gap = self._plain_in.get(batch, (FIRST_PLAIN, FIRST_PLAIN))
+        if left > 0:
+            self._plain_in[batch] = left - 1, gap
+            return False
+        gap = min(2 * gap, LAST_PLAIN)
+        self._plain_in[batch] = gap, gap
+        return True
 
     def _explored(self, width: int) -> int:
         """A width that pays, or now and then one that may show that a wider one would."""

@@ -323,10 +323,20 @@ class TestLibra:
         lengths = {}
         for bs in (1, 32):
             libra = Libra(block_size=15, max_length=24)
-            play(libra, 200, accept=4, confidence=confidence, slope=0.02, draft_slope=0.002, bs=bs)
-            q = np.tile(confidence, (bs, 1))
+            machine = {"slope": 0.02, "draft_slope": 0.002, "bs": bs}
+            *_, width = play(libra, 200, accept=4, confidence=confidence, **machine)
+            assert width > 0
+            q = np.tile(confidence[:width], (bs, 1))
             lengths[bs] = decide(libra, q, 24).mean()
         assert lengths[32] < lengths[1]
+
+    def test_what_plain_decoding_costs_is_looked_at_where_drafting_seems_to_pay(self):
+        """Rows are dear, and rounds that draft alike would never show it: plain is found best."""
+        libra = Libra(block_size=7, max_length=12)
+        text = {"accept": 0, "confidence": np.full(12, 0.5), "depth": 12}
+        *_, width = play(libra, 120, slope=0.3, draft_slope=0.0, bs=4, **text)
+        assert width in (0, 3)  # plain, or a trial draft
+        assert libra.verify_cost._line(4)[1] > 0.1  # the prior alone says a tenth of that
 
     def test_within_two_percent_of_the_best_static_width_on_steady_text(self):
         """On text that never changes, no static length is better."""
