@@ -374,7 +374,8 @@ def _profile(args: argparse.Namespace) -> int:
         pair = pairs.resolve(args.pair)
         target, drafter = str(pair.target), str(pair.drafter)
     block = checkpoint.read(drafter).block_size
-    longest = args.max_length or block * 3 // 2
+    server = checkpoint.plan_lengths(options.Options(), block, host_timed=True)
+    longest = args.max_length or server.max_length
     engine = {
         "model_path": target,
         "speculative_draft_model_path": drafter,

@@ -8,7 +8,6 @@ target's forward then holds just those rows.
 
 from __future__ import annotations
 
-import atexit
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -413,7 +412,7 @@ class LibraSpecWorker(DFlashWorkerV2):
     def _open_trace(self, block_size: int, circumstances: dict[str, str]) -> TraceWriter | None:
         if self._options.trace is None or self._tp_group.rank_in_group != 0:
             return None
-        writer = TraceWriter(
+        return TraceWriter(
             self._options.trace,
             {
                 "policy": self._policy.name,
@@ -422,8 +421,6 @@ class LibraSpecWorker(DFlashWorkerV2):
                 **circumstances,
             },
         )
-        atexit.register(writer.close)
-        return writer
 
     def _write_trace(
         self,
