@@ -19,6 +19,7 @@ class LineCost:
     """
 
     MEMORY = 300.0  # rounds
+    PRIOR = 20.0  # rounds that the prior counts as
     OUTLIER = 3.0  # times the expected seconds; what is above is cut (another process, a page-in)
 
     def __init__(self, prior_share: float, prior_spread: float) -> None:
@@ -30,11 +31,8 @@ class LineCost:
         """
         self._share, self._spread = prior_share, prior_spread
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    @property
-    def rounds(self) -> float:
-        """Observations, faded."""
-        return self._weight
+        self.rounds = 0
+        """Observations, however long ago."""
 
     def observe(self, x: float, seconds: float) -> None:
         """One forward at ``x`` took ``seconds``; what is not a time is ignored."""
@@ -43,23 +41,43 @@ class LineCost:
         if self._weight > 20.0:
             start, slope = self.line()
             seconds = min(seconds, self.OUTLIER * (start + slope * x))
-        keep = math.exp(-1.0 / self.MEMORY)
-        self._weight = self._weight * keep + 1.0
-        self._x = self._x * keep + x
-        self._y = self._y * keep + seconds
-        self._xx = self._xx * keep + x * x
-        self._xy = self._xy * keep + x * seconds
+        self.fade()
+        self.rounds += 1
+        self._weight += 1.0
+        self._x += x
+        self._y += seconds
+        self._xx += x * x
+        self._xy += x * seconds
 
-    def line(self) -> tuple[float, float]:
-        """(seconds at x = 0, seconds per x), the slope never negative nor above mean y / mean x."""
-        x, y = self._x / self._weight, self._y / self._weight
+    def fade(self) -> None:
+        """A round that says nothing about this line has gone by."""
+        keep = math.exp(-1.0 / self.MEMORY)
+        self._weight *= keep
+        self._x *= keep
+        self._y *= keep
+        self._xx *= keep
+        self._xy *= keep
+
+    def mean(self) -> tuple[float, float]:
+        """(x, seconds) of recent rounds."""
+        return self._x / self._weight, self._y / self._weight
+
+    def line(self, assumed: float | None = None) -> tuple[float, float]:
+        """(seconds at x = 0, seconds per x), the slope never negative nor above mean y / mean x.
+
+        Args:
+            assumed: a slope likelier than the prior's, for as long as x has not varied.
+        """
+        x, y = self.mean()
         varied = max(self._xx / self._weight - x * x, 0.0)
         joint = self._xy / self._weight - x * y
         through_origin = y / max(x, 1e-12)
+        rounds = self.PRIOR / self._weight
         if self._share:
-            prior, assumed = self._spread**2, self._share * y
+            prior = rounds * self._spread**2
+            assumed = self._share * y if assumed is None else assumed
         else:
-            prior, assumed = (self._spread * x) ** 2, through_origin
+            prior, assumed = rounds * (self._spread * x) ** 2, through_origin
         slope = (joint + prior * assumed) / max(varied + prior, 1e-300)
         slope = min(max(slope, 0.0), through_origin)
         return y - slope * x, slope
@@ -72,11 +90,15 @@ class BatchCost:
     line through rounds of different batch sizes would charge that to the rows: here four times
     their real price. A batch size that has not been seen enough borrows the nearest one's line.
 
+    A round of one row for each request is plain decoding, which has kernels of its own: its price
+    is a mean of its own, since the line through the other rounds says too much for it. For as long
+    as those have not varied, the way from plain to them tells the slope.
+
     Without a profile x is the rows. With one it is the profile's seconds for them: the shape is
     the profile's, and rounds only stretch and shift it (another load, a longer context).
     """
 
-    ENOUGH = 6.0  # rounds
+    ENOUGH = 6  # rounds
     PRIOR_ROWS, PRIOR_PROFILE = 2.0, 0.5  # spreads that the priors count as
 
     def __init__(self, prior_share: float, depth: int, profile: Profile | None = None) -> None:
@@ -86,40 +108,68 @@ class BatchCost:
         profile: of this forward.
         """
         self._share, self._depth, self._profile = prior_share, depth, profile
-        self._lines: dict[int, LineCost] = {}
+        self._drafted: dict[int, LineCost] = {}
+        self._plain: dict[int, LineCost] = {}
         self._shapes: dict[int, np.ndarray] = {}
 
     @property
     def known(self) -> bool:
         """Whether anything but the prior's proportions is known."""
-        return bool(self._lines) or self._profile is not None
+        return bool(self._drafted) or self._profile is not None
 
     def observe(self, batch: int, rows: int, seconds: float) -> None:
         """One forward for ``batch`` requests over ``rows`` rows took ``seconds``."""
-        line = self._lines.get(batch)
-        if line is None:
-            line = self._lines[batch] = (
-                LineCost(self._share, self.PRIOR_ROWS)
-                if self._profile is None
-                else LineCost(0.0, self.PRIOR_PROFILE)
-            )
-        line.observe(float(self._shape(batch)[rows]), seconds)
+        if batch not in self._drafted:
+            self._drafted[batch], self._plain[batch] = self._new(), self._new()
+        own, other = self._drafted[batch], self._plain[batch]
+        if rows == batch:
+            own, other = other, own
+        own.observe(float(self._shape(batch)[rows]), seconds)
+        other.fade()
 
     def seconds(self, batch: int) -> np.ndarray:
         """float64 [batch (depth + 1) + 1]: seconds by rows, what is not a round's rows included."""
         start, slope = self._line(batch)
-        return start + slope * self._shape(batch)
+        seconds = start + slope * self._shape(batch)
+        plain = self._plain.get(batch)
+        if plain is not None and plain.rounds:
+            seconds[batch] = plain.mean()[1]
+        elif (near := self._nearest(batch, self._plain, 1)) is not None:
+            near_start, near_slope = self._line(near)
+            x, mean = self._plain[near].mean()
+            seconds[batch] *= mean / (near_start + near_slope * x)
+        seconds[batch] = seconds[batch : batch + 2].min()  # a row more is never cheaper
+        return seconds
 
     def _line(self, batch: int) -> tuple[float, float]:
-        own = self._lines.get(batch)
-        if own is not None and own.rounds >= self.ENOUGH:
-            return own.line()
-        seen = [b for b, line in self._lines.items() if line.rounds >= self.ENOUGH]
-        if seen:
-            return self._lines[min(seen, key=lambda b: abs(b - batch))].line()
-        if self._profile is not None:
+        near = self._nearest(batch, self._drafted, self.ENOUGH)
+        if near is None and self._profile is not None:
             return 0.0, 1.0
-        return own.line() if own is not None and own.rounds else (1.0, self._share)
+        if near is None:
+            near = self._nearest(batch, self._drafted, 1)
+        if near is None:
+            near = self._nearest(batch, self._plain, 1)
+            return (1.0, self._share) if near is None else self._plain[near].line()
+        return self._drafted[near].line(self._way_from_plain(near))
+
+    def _way_from_plain(self, batch: int) -> float | None:
+        """Seconds per x between plain rounds and the others."""
+        plain = self._plain[batch]
+        if not plain.rounds:
+            return None
+        (x, seconds), (plain_x, plain_seconds) = self._drafted[batch].mean(), plain.mean()
+        return max(seconds - plain_seconds, 0.0) / max(x - plain_x, 1e-12)
+
+    def _new(self) -> LineCost:
+        if self._profile is None:
+            return LineCost(self._share, self.PRIOR_ROWS)
+        return LineCost(0.0, self.PRIOR_PROFILE)
+
+    @staticmethod
+    def _nearest(batch: int, lines: dict[int, LineCost], rounds: int) -> int | None:
+        """The batch size seen for so many rounds that is nearest to ``batch``."""
+        seen = [b for b, line in lines.items() if line.rounds >= rounds]
+        return min(seen, key=lambda b: abs(b - batch), default=None)
 
     def _shape(self, batch: int) -> np.ndarray:
         shape = self._shapes.get(batch)

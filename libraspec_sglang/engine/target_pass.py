@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
@@ -62,11 +66,38 @@ class TargetPass:
         else:
             batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
             batch.seq_lens_sum = int(batch.spec_info.nxt_kv_lens_sum)
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
+        planned = True
+        if lens_cpu is not None and rows.width == 1:
+            forward_batch, planned = self._decode(batch, verify_input), False
+        else:
+            forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
         batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
         return self._target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+            batch=None,
+            forward_batch=forward_batch,
+            is_verify=True,
+            skip_attn_backend_init=planned or None,
         )
+
+    def _decode(self, batch, verify_input: DFlashVerifyInput) -> ForwardBatch:
+        """The forward of a round without drafted tokens: plain decoding's own, at its price.
+
+        FlashInfer's decode plan takes host lengths that are exact, so the batch must have them.
+        """
+        before = batch.forward_mode, batch.spec_info, batch.seq_lens
+        batch.forward_mode, batch.spec_info = ForwardMode.DECODE, None
+        batch.input_ids = verify_input.draft_token
+        batch.seq_lens = batch.seq_lens + 1  # a decode's lengths count the token it reads
+        forward_batch = ForwardBatch.init_new(
+            batch,
+            self._target_worker.model_runner,
+            capture_hidden_mode=verify_input.capture_hidden_mode,
+            return_hidden_states_before_norm=False,
+            kv_loc_plan=verify_input.kv_loc_plan,
+            write_cols=verify_input.kv_loc_cols,
+        )
+        batch.forward_mode, batch.spec_info, batch.seq_lens = before
+        return forward_batch
 
 
 def _ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:

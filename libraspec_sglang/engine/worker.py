@@ -22,7 +22,6 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from libraspec_sglang import options
-from libraspec_sglang.controller import cost_file
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.drafters.base import Proposal, Window
 from libraspec_sglang.drafters.dflash import DFlashDrafter
@@ -82,8 +81,16 @@ class LibraSpecWorker(DFlashWorkerV2):
         self._draft_context = DraftContext(self._append_target_hidden_to_draft_kv_by_loc)
         self._full_rows = False
         self._draft_vocabulary = draft.hot_token_ids and len(draft.hot_token_ids)
-        circumstances = self._circumstances(draft)
-        self._policy = self._lengths.policy(self._cost(circumstances))
+        draft_config = self.draft_model_runner.model_config
+        circumstances = machine.circumstances(
+            str(self.device),
+            self._tp_group.world_size,
+            self.model_runner.model_config,
+            draft.config,
+            draft_config.dtype,
+            self._draft_vocabulary,
+        )
+        self._policy = self._lengths.policy(machine.cost(self._options, circumstances))
         self._policy.prepare()
         self._trace = self._open_trace(draft.block_size, circumstances)
         waits = self._trace is not None and not self._host_timed
@@ -377,37 +384,6 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._policy.learn_elsewhere(gap + laps["window"] + laps["decide"] + laps["layout"])
 
     # -- saying what happens -------------------------------------------------------------
-
-    def _circumstances(self, draft: checkpoint.DraftCheckpoint) -> dict[str, str]:
-        """What rounds are timed on, as traces and cost files say it."""
-        target = self.model_runner.model_config
-        drafter = machine.model_name(
-            draft.config, self.draft_model_runner.model_config.dtype, quantization=None
-        )
-        return {
-            "device": machine.device_name(str(self.device), self._tp_group.world_size),
-            "target": machine.model_name(
-                target.hf_text_config.to_dict(), target.dtype, target.quantization
-            ),
-            "drafter": f"{drafter}, draft vocabulary {self._draft_vocabulary or 'all'}",
-        }
-
-    def _cost(self, circumstances: dict[str, str]) -> cost_file.Cost | None:
-        """The profile this server was given.
-
-        Raises:
-            OptionError: it cannot be read, or is of another machine or model.
-        """
-        path = self._options.cost
-        if path is None:
-            return None
-        try:
-            cost = cost_file.read(path)
-            if not self._options.cost_unchecked:
-                cost.check(**circumstances)
-        except cost_file.CostError as error:
-            raise options.OptionError(f"--libraspec-cost {path}: {error}") from None
-        return cost
 
     def _open_trace(self, block_size: int, circumstances: dict[str, str]) -> TraceWriter | None:
         if self._options.trace is None or self._tp_group.rank_in_group != 0:

@@ -85,6 +85,28 @@ def test_cold_and_warm_at_every_concurrency(default_engine, plain, prompts, conc
         assert_speculated(batch)
 
 
+@pytest.mark.parametrize("concurrency", CONCURRENCIES)
+def test_batches_that_decode_plainly(default_engine, plain, prompts, concurrency):
+    """Rounds without a drafted token take the target's decode path; every other batch mixes."""
+    for plain_ones in (1, 2):
+        requests = [
+            {
+                "input_ids": p,
+                "sampling_params": {
+                    "temperature": 0,
+                    "max_new_tokens": TOKENS,
+                    "custom_params": {"libraspec_max_length": 24 * (i % plain_ones)},
+                },
+            }
+            for i, p in enumerate(prompts[:32])
+        ]
+        for flush in (True, False):
+            _, answers = default_engine.ask(requests, concurrency=concurrency, flush=flush)
+            assert [a["output_ids"] for a in answers] == plain["outputs"][:32]
+            for answer in answers[::plain_ones]:
+                assert answer["meta_info"].get("spec_cap_length", 1.0) == 1.0
+
+
 def test_requests_whose_logits_depend_on_the_path(default_engine, plain, prompts):
     """Penalties, minimum length and bias, mixed with each other in one batch."""
     _, answers = default_engine.ask(_shaped(prompts), concurrency=8)

@@ -224,6 +224,46 @@ class TestCost:
         slopes = [cost.seconds(batch)[1] - cost.seconds(batch)[0] for batch in (4, 5)]
         assert slopes[0] == slopes[1]  # 5 was never seen: the nearest
 
+    def test_plain_decoding_has_a_price_of_its_own(self):
+        """A step below the line through the other rounds, at every batch size."""
+        random = np.random.default_rng(0)
+        cost = BatchCost(0.01, depth=8)
+
+        def true(batch, rows):
+            return (3.0 + batch + 0.1 * rows) * (0.8 if rows == batch else 1.0)
+
+        for _ in range(300):
+            for batch in (1, 4):
+                rows = batch if random.uniform() < 0.1 else batch * int(random.integers(2, 9))
+                cost.observe(batch, rows, true(batch, rows))
+        for batch in (1, 4):
+            got = cost.seconds(batch)[batch : 8 * batch + 1]
+            expected = [true(batch, r) for r in range(batch, 8 * batch + 1)]
+            assert got[0] == pytest.approx(expected[0], rel=1e-6)
+            assert got == pytest.approx(expected, rel=0.02)
+        unseen = cost.seconds(5)
+        assert unseen[5] / (2 * unseen[6] - unseen[7]) == pytest.approx(
+            0.8, rel=0.02
+        )  # as 4 has it
+
+    def test_plain_is_never_dearer_than_a_row_more(self):
+        cost = BatchCost(0.01, depth=8)
+        for _ in range(20):
+            cost.observe(2, 2, 2.0)
+            cost.observe(2, 8, 1.0)
+        assert cost.seconds(2)[2] == cost.seconds(2)[3]
+
+    def test_plain_follows_the_machine_though_it_is_rarely_seen(self):
+        """Twice as slow from some day on; of 64 rounds one is plain."""
+        cost = BatchCost(0.01, depth=8)
+        for slow in (1.0, 2.0):
+            for turn in range(1500):
+                cost.observe(
+                    4, 4 if turn % 64 == 0 else 12, slow * (1.0 if turn % 64 == 0 else 1.5)
+                )
+        assert cost.seconds(4)[4] == pytest.approx(2.0, rel=0.05)
+        assert cost.seconds(4)[12] == pytest.approx(3.0, rel=0.05)
+
     def test_a_profile_gives_the_shape_from_the_start(self):
         def stepped(batch, rows):
             return batch + np.ceil(rows / 8)
@@ -336,7 +376,9 @@ class TestLibra:
         text = {"accept": 0, "confidence": np.full(12, 0.5), "depth": 12}
         *_, width = play(libra, 120, slope=0.3, draft_slope=0.0, bs=4, **text)
         assert width in (0, 3)  # plain, or a trial draft
-        assert libra.verify_cost._line(4)[1] > 0.1  # the prior alone says a tenth of that
+        assert (
+            np.diff(libra.verify_cost.seconds(4))[8] > 0.1
+        )  # the prior alone says a tenth of that
 
     def test_within_two_percent_of_the_best_static_width_on_steady_text(self):
         """On text that never changes, no static length is better."""
