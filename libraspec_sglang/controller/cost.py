@@ -11,6 +11,43 @@ Profile = Callable[[int, np.ndarray], np.ndarray]
 """(requests, rows [n]) -> seconds [n], of any shape: flats, steps, slopes."""
 
 
+class Elsewhere:
+    """Seconds of a round outside both forwards by batch size, and the machine's pace they tell.
+
+    The work is the same in every round, so a round in which it takes longer than usual was one of
+    a slower machine (a neighbour's load, the clock). Forwards slow down with it: here by the same
+    factor, with a correlation of 0.8 to 0.98 over six rounds, and by up to two for seconds at a
+    time, which without this would look like the price of whatever was drafted then.
+    """
+
+    OUTLIER = 2.0  # times the usual
+    NOW, USUAL = 0.3, 0.02  # how fast the pace and the usual follow
+
+    def __init__(self, start: float = 0.0) -> None:
+        """Args: start: seconds to begin with."""
+        self.pace = 1.0
+        """Seconds now over seconds usually, for whatever the machine does."""
+        self._start = start
+        self._usual: dict[int, float] = {}
+        self._rounds: dict[int, int] = {}
+
+    def observe(self, batch: int, seconds: float) -> None:
+        """A round of ``batch`` requests took ``seconds`` there; what is not a time is ignored."""
+        if not 0.0 < seconds < math.inf:
+            return
+        rounds = self._rounds[batch] = self._rounds.get(batch, 0) + 1
+        usual = self._usual.get(batch, seconds)
+        ratio = min(max(seconds / usual, 1.0 / self.OUTLIER), self.OUTLIER)
+        self._usual[batch] = usual * (1.0 + max(1.0 / rounds, self.USUAL) * (ratio - 1.0))
+        self.pace += self.NOW * (ratio - self.pace)
+
+    def seconds(self, batch: int) -> float:
+        """Usual seconds; those of the nearest batch size seen."""
+        if not self._usual:
+            return self._start
+        return self._usual[min(self._usual, key=lambda b: abs(b - batch))]
+
+
 class LineCost:
     """Seconds of a forward as a straight line in x, through recent rounds.
 
@@ -168,6 +205,8 @@ class BatchCost:
     @staticmethod
     def _nearest(batch: int, lines: dict[int, LineCost], rounds: int) -> int | None:
         """The batch size seen for so many rounds that is nearest to ``batch``."""
+        if batch in lines and lines[batch].rounds >= rounds:
+            return batch
         seen = [b for b, line in lines.items() if line.rounds >= rounds]
         return min(seen, key=lambda b: abs(b - batch), default=None)
 

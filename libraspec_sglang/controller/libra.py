@@ -25,9 +25,9 @@ import torch
 from .batch import best_lengths
 from .calibration import REFRESH_EVERY, Calibration
 from .compiled import compiled
-from .cost import BatchCost, Profile
+from .cost import BatchCost, Elsewhere, Profile
 from .cost_file import Cost, Forward
-from .policy import Policy
+from .policy import Policy, RoundTimes
 
 CURVES_PER_REQUEST, CURVES_SHARED = 4, 128
 REQUESTS_REMEMBERED = 1024
@@ -74,7 +74,7 @@ class Libra(Policy):
         verify, draft = (cost.verify, cost.draft) if cost is not None else (None, None)
         self.verify_cost = BatchCost(0.01, max_length, _profile(verify))
         self.draft_cost = BatchCost(0.01, max_length, _profile(draft))
-        self.elsewhere = cost.elsewhere if cost is not None else 0.0
+        self.elsewhere = Elsewhere(cost.elsewhere if cost is not None else 0.0)
         self._widths = np.arange(max_length + 1)
         self._width = min(block_size, max_length)
         self._memory = _Memory(max_length)
@@ -92,7 +92,7 @@ class Libra(Policy):
             other.first_draft(requests, 1)
             lengths = other.decide(drafted, torch.ones(1, dtype=torch.int64))
             other.learn(requests, drafted.numpy(), lengths.numpy(), lengths.numpy())
-            other.learn_times(1, 2, 1e-3, 2, 1e-3)
+            other.learn_times(RoundTimes(1, 2, 1e-3, 2, 1e-3, 1e-3))
 
     # -- decisions -----------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Libra(Policy):
         """Lengths with the best expected rate; alpha has no part in it."""
         bs, depth = confidence.shape
         self._chance = self.calibration.probability(confidence.cpu().numpy())
-        spent = self.elsewhere + self.draft_cost.seconds(bs)[bs * (depth + 1)]
+        spent = self.elsewhere.seconds(bs) + self.draft_cost.seconds(bs)[bs * (depth + 1)]
         lengths = _lengths(self._chance, caps.cpu().numpy(), spent, self.verify_cost.seconds(bs))
         return torch.from_numpy(lengths).to(confidence.device)
 
@@ -161,7 +161,9 @@ class Libra(Policy):
         bs = len(requests)
         draft = self.draft_cost.seconds(bs)[bs * (self._widths + 1)]
         draft[0] = 0.0
-        rates = self._memory.rates(requests, self.elsewhere, self.verify_cost.seconds(bs), draft)
+        rates = self._memory.rates(
+            requests, self.elsewhere.seconds(bs), self.verify_cost.seconds(bs), draft
+        )
         best = int(rates.argmax())
         return self._width if rates[best] < rates[self._width] * (1.0 + MARGIN) else best
 
@@ -190,24 +192,14 @@ class Libra(Policy):
         self.calibration.update(confidence, verified, accepted, chance)
         self._memory.take(requests, chance)
 
-    def learn_times(
-        self,
-        batch: int,
-        draft_rows: int,
-        draft_seconds: float,
-        verify_rows: int,
-        verify_seconds: float,
-    ) -> None:
-        """Take in where a round of ``batch`` requests spent time; no draft rows if plain."""
-        if draft_rows:
-            self.draft_cost.observe(batch, draft_rows, draft_seconds)
-        self.verify_cost.observe(batch, verify_rows, verify_seconds)
-
-    def learn_elsewhere(self, seconds: float) -> None:
-        """Seconds a round spent outside both forwards (scheduling, bookkeeping)."""
-        if not self.elsewhere:
-            self.elsewhere = seconds
-        self.elsewhere += 0.02 * (min(seconds, 3.0 * self.elsewhere) - self.elsewhere)
+    def learn_times(self, times: RoundTimes) -> None:
+        """See :meth:`Policy.learn_times`; all seconds are taken at the machine's usual pace."""
+        if times.elsewhere is not None:
+            self.elsewhere.observe(times.batch, times.elsewhere)
+        pace = self.elsewhere.pace
+        if times.draft_rows:
+            self.draft_cost.observe(times.batch, times.draft_rows, times.draft_seconds / pace)
+        self.verify_cost.observe(times.batch, times.verify_rows, times.verify_seconds / pace)
 
     def report(self) -> str:
         """See :meth:`Policy.report`."""

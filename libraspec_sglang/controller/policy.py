@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Where a round spent its time.
+
+    Attributes:
+        batch: requests.
+        draft_rows: of the drafter's pass; 0 after a plain round.
+        draft_seconds: of it, what depends on it (confidences, the decision) included.
+        verify_rows: of the target's forward.
+        verify_seconds: of it, with accepting and committing.
+        elsewhere: seconds of the rest (scheduling, bookkeeping), the same work in every round;
+            None when the round before was not the worker's.
+    """
+
+    batch: int
+    draft_rows: int
+    draft_seconds: float
+    verify_rows: int
+    verify_seconds: float
+    elsewhere: float | None
 
 
 class Policy:
@@ -54,19 +77,9 @@ class Policy:
     ) -> None:
         """A round's outcome: drafted tokens verified and accepted per request."""
 
-    def learn_times(
-        self,
-        batch: int,
-        draft_rows: int,
-        draft_seconds: float,
-        verify_rows: int,
-        verify_seconds: float,
-    ) -> None:
-        """A round's two forwards, for ``batch`` requests."""
+    def learn_times(self, times: RoundTimes) -> None:
+        """Where the round spent its time; only where the host can tell (on a CPU)."""
 
     def report(self) -> str:
         """What was learnt so far, for the log; empty if nothing."""
         return ""
-
-    def learn_elsewhere(self, seconds: float) -> None:
-        """Seconds the round spent outside them."""

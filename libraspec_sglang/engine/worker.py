@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from libraspec_sglang import options
+from libraspec_sglang.controller.policy import RoundTimes
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.drafters.base import Proposal, Window
 from libraspec_sglang.drafters.dflash import DFlashDrafter
@@ -373,15 +374,17 @@ class LibraSpecWorker(DFlashWorkerV2):
             logger.info("LibraSpec: after %d rounds: %s", self._clock.rounds, learnt)
         if not self._host_timed:
             return
+        outside = laps["window"] + laps["layout"]
         self._policy.learn_times(
-            bs,
-            bs * (proposal.length + 1) if proposal.length else 0,
-            laps["draft"],
-            rows.total,
-            laps["verify"] + laps["accept"] + laps["commit"],
+            RoundTimes(
+                batch=bs,
+                draft_rows=bs * (proposal.length + 1) if proposal.length else 0,
+                draft_seconds=laps["draft"] + laps["decide"],
+                verify_rows=rows.total,
+                verify_seconds=laps["verify"] + laps["accept"] + laps["commit"],
+                elsewhere=None if gap is None else gap + outside,
+            )
         )
-        if gap is not None:
-            self._policy.learn_elsewhere(gap + laps["window"] + laps["decide"] + laps["layout"])
 
     # -- saying what happens -------------------------------------------------------------
 

@@ -29,7 +29,7 @@ import torch
 from libraspec_sglang.controller.compiled import compiled
 from libraspec_sglang.controller.cost_file import Cost, Forward
 from libraspec_sglang.controller.libra import Libra
-from libraspec_sglang.controller.policy import Policy
+from libraspec_sglang.controller.policy import Policy, RoundTimes
 from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.options import OptionError, load
 
@@ -224,13 +224,15 @@ def _play_learning(
         rows = batch + int(length.sum())
         policy.learn(requests, confidence, length, np.minimum(length, rounds.reached[index]))
         policy.learn_times(
-            batch,
-            batch * (width + 1) if width else 0,
-            prices.draft[width] + prices.draft_context * context,
-            rows,
-            prices.verify[rows] + prices.verify_context * context,
+            RoundTimes(
+                batch=batch,
+                draft_rows=batch * (width + 1) if width else 0,
+                draft_seconds=prices.draft[width] + prices.draft_context * context,
+                verify_rows=rows,
+                verify_seconds=prices.verify[rows] + prices.verify_context * context,
+                elsewhere=prices.elsewhere,
+            )
         )
-        policy.learn_elsewhere(prices.elsewhere)
     return Played(widths, lengths)
 
 

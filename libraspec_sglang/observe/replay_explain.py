@@ -51,7 +51,8 @@ def explain(
             if policy.verify_cost.known:
                 drafting = policy.draft_cost.seconds(batch)[batch * (width + 1)] if width else 0.0
                 table = policy.verify_cost.seconds(batch)
-                seconds = policy.elsewhere + drafting + table[around.clip(max=len(table) - 1)]
+                seconds = table[around.clip(max=len(table) - 1)]
+                seconds = policy.elsewhere.seconds(batch) + drafting + seconds
     position = np.arange(depth)
     expected = batch + float((survival * (position < lengths[:, None])).sum())
     rate = expected / float(seconds[1])

@@ -1,6 +1,7 @@
 """Batch allocation, calibration, cost and the policy made of them."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from libraspec_sglang.controller import criterion
 from libraspec_sglang.controller.batch import allocate
 from libraspec_sglang.controller.calibration import Calibration
-from libraspec_sglang.controller.cost import BatchCost, LineCost
+from libraspec_sglang.controller.cost import BatchCost, Elsewhere, LineCost
 from libraspec_sglang.controller.cost_file import Cost, Forward
 from libraspec_sglang.controller.libra import Libra
+from libraspec_sglang.controller.policy import RoundTimes
 
 unit = st.floats(0.0, 1.0, width=32)
 
@@ -310,8 +312,9 @@ def play(libra, rounds, *, accept, confidence, slope, draft_slope, bs=1, depth=2
         draft_time = 0.4 * base + draft_slope * draft_rows if width else 0.0
         verify_time = base + slope * verify_rows
         libra.learn(requests, q, lengths, taken)
-        libra.learn_times(bs, draft_rows, draft_time, verify_rows, verify_time)
-        libra.learn_elsewhere(0.2)
+        libra.learn_times(
+            RoundTimes(bs, draft_rows, draft_time, verify_rows, verify_time, elsewhere=0.2)
+        )
         tokens += float((1 + taken).sum())
         seconds += 0.2 + draft_time + verify_time
     return tokens, seconds, width
@@ -324,6 +327,36 @@ def stepped_profile():
         verify=Forward(interpolation="step", rows=[4, 8, 16, 32], seconds=[1.0, 2.0, 4.0, 8.0]),
         draft=Forward(rows=[1], seconds=[0.4]),
     )  # fmt: skip
+
+
+class TestElsewhere:
+    def test_it_starts_from_the_profile_and_knows_batch_sizes_apart(self):
+        other = Elsewhere(0.5)
+        assert other.seconds(3) == 0.5
+        for _ in range(200):
+            other.observe(1, 1.0)
+            other.observe(8, 3.0)
+        assert (other.seconds(1), other.seconds(8)) == pytest.approx((1.0, 3.0))
+        assert other.seconds(6) == other.seconds(8)
+        assert other.pace == pytest.approx(1.0)
+
+    def test_the_pace_follows_within_a_few_rounds_and_one_hiccup_hardly_moves_it(self):
+        other = Elsewhere()
+        for _ in range(100):
+            other.observe(1, 1.0)
+        other.observe(1, 50.0)
+        assert other.pace < 1.4
+        for _ in range(20):
+            other.observe(1, 1.0)
+        for _ in range(8):
+            other.observe(1, 2.0)
+        assert other.pace == pytest.approx(1.8, abs=0.2)
+
+    def test_what_is_not_a_time_is_ignored(self):
+        other = Elsewhere()
+        for seconds in (math.nan, -1.0, 0.0, math.inf):
+            other.observe(1, seconds)
+        assert (other.pace, other.seconds(1)) == (1.0, 0.0)
 
 
 class TestLibra:
@@ -379,6 +412,19 @@ class TestLibra:
         assert (
             np.diff(libra.verify_cost.seconds(4))[8] > 0.1
         )  # the prior alone says a tenth of that
+
+    def test_a_machine_that_gets_slower_for_a_while_is_not_a_price_of_rows(self):
+        """Twice as slow for 30 rounds at a time; what is known of rows stays right."""
+        random = np.random.default_rng(0)
+        libra = Libra(block_size=15, max_length=24)
+        for turn in range(1200):
+            pace = 2.0 if turn // 30 % 2 else 1.0
+            rows = int(random.integers(2, 9)) + (8 if pace > 1.0 else 0)  # confounded with it
+            times = [pace * t for t in (0.4, 1.0 + 0.01 * rows, 0.2)]
+            libra.learn_times(RoundTimes(1, 16, times[0], rows, times[1], elsewhere=times[2]))
+        seconds = libra.verify_cost.seconds(1)
+        # At the usual pace, in between, ten rows cost 0.15. Without Elsewhere it would be 1.24.
+        assert 0.05 < seconds[20] - seconds[10] < 0.4
 
     def test_within_two_percent_of_the_best_static_width_on_steady_text(self):
         """On text that never changes, no static length is better."""
