@@ -277,10 +277,14 @@ def _block(text: str) -> int:
 
 
 def _cost(text: str) -> Path:
-    shipped = resources.files("libraspec_sglang.configs") / "cost" / f"{text}.yaml"
-    if Path(text).name == text and not Path(text).exists() and shipped.is_file():
-        return Path(str(shipped))
-    return Path(text)
+    if Path(text).exists():
+        return Path(text)
+    folder = Path(str(resources.files("libraspec_sglang.configs") / "cost"))
+    shipped = {file.stem: file for file in folder.glob("*.yaml")}
+    if text not in shipped:
+        names = ", ".join(sorted(shipped))
+        raise argparse.ArgumentTypeError(f"{text}: no such file, nor a cost that ships ({names})")
+    return shipped[text]
 
 
 def _engine_argument(text: str) -> tuple[str, object]:

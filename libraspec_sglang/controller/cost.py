@@ -73,7 +73,7 @@ class LineCost:
 
     def observe(self, x: float, seconds: float) -> None:
         """One forward at ``x`` took ``seconds``; what is not a time is ignored."""
-        if not 0.0 <= seconds < math.inf:
+        if not 0.0 < seconds < math.inf:
             return
         if self._weight > 20.0:
             start, slope = self.line()
@@ -87,7 +87,9 @@ class LineCost:
         self._xy += x * seconds
 
     def fade(self) -> None:
-        """A round that says nothing about this line has gone by."""
+        """A round that says nothing about this line has gone by; the last one's worth stays."""
+        if self._weight <= 1.0:
+            return
         keep = math.exp(-1.0 / self.MEMORY)
         self._weight *= keep
         self._x *= keep
@@ -174,7 +176,7 @@ class BatchCost:
         elif (near := self._nearest(batch, self._plain, 1)) is not None:
             near_start, near_slope = self._line(near)
             x, mean = self._plain[near].mean()
-            seconds[batch] *= mean / (near_start + near_slope * x)
+            seconds[batch] *= mean / max(near_start + near_slope * x, 1e-12)
         seconds[batch] = seconds[batch : batch + 2].min()  # a row more is never cheaper
         return seconds
 

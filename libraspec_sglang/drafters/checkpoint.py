@@ -176,8 +176,9 @@ def read(path: str | None, revision: str | None = None, block_size: int | None =
         )
     if block_size is not None and not 2 <= block_size <= trained:
         raise OptionError(
-            f"--speculative-dflash-block-size {block_size}: this checkpoint supports 2 to "
-            f"{trained} (its trained block); longer drafts come from --libraspec-max-length"
+            f"--speculative-dflash-block-size (or --speculative-num-draft-tokens) {block_size}: "
+            f"this checkpoint supports 2 to {trained} (its trained block); longer drafts come "
+            "from --libraspec-max-length"
         )
     return DraftCheckpoint(
         path=directory,

@@ -247,7 +247,10 @@ def test_refusals_through_sglangs_own_resolution():
         ({"trace": "/nowhere/t.jsonl"}, "--libraspec-trace /nowhere/t.jsonl: No such file or dir"),
         ({"cost": "/nowhere/c.yaml"}, "--libraspec-cost: /nowhere/c.yaml: No such file or dir"),
         ({"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}, "--enable-dp-attention"),
-        ({"speculative_num_draft_tokens": 40}, "block-size 40: this checkpoint supports 2 to 16"),
+        (
+            {"speculative_num_draft_tokens": 40},
+            "num-draft-tokens) 40: this checkpoint supports 2 to",
+        ),
         ({"speculative_draft_model_path": str(HERE / "bytes-target")}, "not a DFlash drafter"),
     ]
     given = [g for g, _ in cases[:-1]]

@@ -266,6 +266,16 @@ class TestCost:
         assert cost.seconds(4)[4] == pytest.approx(2.0, rel=0.05)
         assert cost.seconds(4)[12] == pytest.approx(3.0, rel=0.05)
 
+    @pytest.mark.parametrize("rows", [2, 6])
+    def test_what_was_long_not_seen_is_still_known(self, rows):
+        """One kind of round only, for so long that the other's weight would underflow."""
+        cost = BatchCost(0.01, depth=8)
+        cost.observe(2, 8 - rows, 1.0)
+        for _ in range(400_000):
+            cost.observe(2, rows, 1.0)
+        assert np.isfinite(cost.seconds(2)).all()
+        assert cost.seconds(2)[2:] == pytest.approx(1.0, rel=0.2)
+
     def test_a_profile_gives_the_shape_from_the_start(self):
         def stepped(batch, rows):
             return batch + np.ceil(rows / 8)

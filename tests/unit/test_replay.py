@@ -325,11 +325,16 @@ class TestCommand:
         for name in (*replay.ONLINE, *replay.ORACLES):
             assert f"  {name}" in out
 
+    def test_a_cost_that_is_not_there_names_those_that_ship(self, file, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["replay", str(file), "--cost", "h200"])
+        expected = "--cost: h200: no such file, nor a cost that ships (a100, b200, h100)"
+        assert expected in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("changed", "words"),
         [
             ({"trace": "none.jsonl"}, "none.jsonl: No such file"),
-            ({"--cost": "none.yaml"}, "none.yaml: No such file"),
             ({"--policy": "libra,best"}, "unknown policy 'best'"),
             ({"--policy": "failfast:0"}, "--libraspec-threshold"),
             ({"--policy": "static:"}, "a value is missing"),
