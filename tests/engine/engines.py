@@ -33,6 +33,7 @@ def engine(
         "max_running_requests": 16,
         "disable_overlap_schedule": True,
         "log_level": "info",
+        "sleep_on_idle": True,  # several live at once; one that waits must not take a core
         **arguments,
     }
     if algorithm is not None:
