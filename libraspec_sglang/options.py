@@ -259,7 +259,7 @@ def _validated(model: type[BaseModel], given: Mapping[str, Any], spell) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        known = ", ".join(model.model_fields)
+        known = ", ".join(spell(name) for name in model.model_fields)
         if first["type"] == "extra_forbidden":
             raise OptionError(f"{spell(field)} is not a LibraSpec option; known: {known}") from None
         raise OptionError(f"{spell(field)} = {_short(first['input'])}: {first['msg']}") from None

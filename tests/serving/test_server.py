@@ -163,7 +163,7 @@ def test_bad_requests_are_refused_and_the_server_goes_on(server):
     assert answer.status_code == 400
     assert "custom_params['libraspec_max_length']" in answer.text
     answer = server.generate(custom_params={"libraspec_typo": 1})
-    assert "libraspec_typo" in answer.text and "known: max_length, alpha" in answer.text
+    assert "libraspec_typo" in answer.text and "libraspec_max_length" in answer.text
     assert server.generate(text="x" * 5000).status_code == 400
     assert server.generate().status_code == 200
 
