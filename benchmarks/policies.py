@@ -104,7 +104,7 @@ def summary(cells: dict[tuple, compare.Tally]) -> list[dict[str, Any]]:
         rows.append({"set": name, "temperature": temperature, **row,
                      "eta": row["tokens_per_s"] / floor["tokens_per_s"],
                      "wasted": row["mean_verified"] - row["tau"],
-                     "identical": cell.outputs == plain.outputs})  # fmt: skip
+                     "identical": cell.identical(plain)})  # fmt: skip
     return rows
 
 

@@ -43,15 +43,26 @@ class Tally:
     rounds: int = 0
     decoded: int = 0
     verified: float = 0.0
-    outputs: list[list[int]] = field(default_factory=list)
+    answers: dict[int, list[list[int]]] = field(default_factory=dict)
+    """By prompt, one for each turn that had it."""
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch, first: int = 0) -> None:
+        """Add a batch whose prompts are numbers ``first``, ``first + 1`` and so on."""
         self.seconds += batch.seconds
-        self.outputs += batch.outputs
+        for number, output in enumerate(batch.outputs, first):
+            self.answers.setdefault(number, []).append(output)
         self.tokens += sum(len(o) for o in batch.outputs)
         self.decoded += sum(max(0, len(o) - 1) for o in batch.outputs)
         self.rounds += sum(batch.rounds)
         self.verified += sum(batch.verified)
+
+    def identical(self, other: Tally) -> bool:
+        """Whether every answer is the other's first to the same prompt."""
+        return self.answers.keys() == other.answers.keys() and all(
+            output == other.answers[number][0]
+            for number, outputs in self.answers.items()
+            for output in outputs
+        )
 
     def row(self, name: str, concurrency: int) -> dict[str, Any]:
         """The run as the demo reports it.
@@ -196,9 +207,9 @@ def compare(
         starting = [(name, arguments, own) for name, arguments in setups]
         engines = start(stack, starting, logs, ids[:1], quiet)
         tallies = take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet)
-    reference = tallies[("plain", concurrencies[0])].outputs
+    reference = tallies[("plain", concurrencies[0])]
     return {
-        "outputs_identical": all(t.outputs == reference for t in tallies.values()),
+        "outputs_identical": all(t.identical(reference) for t in tallies.values()),
         "runs": [tallies[(e.name, c)].row(e.name, c) for c in concurrencies for e in engines],
     }
 
@@ -237,32 +248,36 @@ def start(
 def take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet):
     """Sums per (engine name, concurrency); engines alternate over slices of the prompts.
 
-    A target that knows no chat continues text, and goes on where a document would end.
+    Every other turn goes in reverse order, and there are at least two (few prompts are answered
+    twice), so that a machine that gets slower or faster does so for all engines alike. A target
+    that knows no chat continues text, and goes on where a document would end.
     """
     tallies: dict[tuple[str, int], Tally] = {}
-    total = len(ids) * len(concurrencies) * len(engines)
+    turns = []
+    for concurrency in concurrencies:
+        size = max(FULL_BATCHES * concurrency, -(-len(ids) // slices))
+        starts = list(range(0, len(ids), size))
+        for turn, start in enumerate(starts * 2 if len(starts) == 1 else starts):
+            order = engines if turn % 2 == 0 else engines[::-1]
+            turns.append((concurrency, start, ids[start : start + size], order))
     with tqdm(
-        total=total,
+        total=sum(len(part) * len(order) for _, _, part, order in turns),
         desc=f"answering (prompts x {len(engines)} engines)",
         unit="prompt",
         disable=quiet,
         file=sys.stderr,
     ) as bar:
-        for concurrency in concurrencies:
-            size = max(FULL_BATCHES * concurrency, -(-len(ids) // slices))
-            for turn, start in enumerate(range(0, len(ids), size)):
-                part = ids[start : start + size]
-                order = engines if turn % 2 == 0 else engines[::-1]
-                for engine in order:
-                    batch = engine.generate(
-                        part,
-                        max_new_tokens=max_new_tokens,
-                        concurrency=concurrency,
-                        flush=True,
-                        ignore_eos=not pair.chat,
-                    )
-                    tallies.setdefault((engine.name, concurrency), Tally()).add(batch)
-                    bar.update(len(part))
+        for concurrency, start, part, order in turns:
+            for engine in order:
+                batch = engine.generate(
+                    part,
+                    max_new_tokens=max_new_tokens,
+                    concurrency=concurrency,
+                    flush=True,
+                    ignore_eos=not pair.chat,
+                )
+                tallies.setdefault((engine.name, concurrency), Tally()).add(batch, start)
+                bar.update(len(part))
     return tallies
 
 

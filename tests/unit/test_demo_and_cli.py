@@ -62,6 +62,19 @@ def test_tally_reports_tokens_per_round_without_the_prefill_token():
     }
 
 
+def test_tallies_are_identical_prompt_by_prompt_however_they_were_cut():
+    def tally(*turns):
+        made = compare.Tally()
+        for first, outputs in turns:
+            made.add(Batch(1.0, outputs, [1] * len(outputs), [1.0] * len(outputs)), first)
+        return made
+
+    plain = tally((0, [[1], [2]]), (2, [[3]]))
+    assert tally((0, [[1], [2], [3]]), (0, [[1], [2], [3]])).identical(plain)
+    assert not tally((0, [[1], [2], [3]]), (0, [[1], [2], [4]])).identical(plain)
+    assert not tally((0, [[1], [2]])).identical(plain)
+
+
 def test_table_compares_with_plain_and_says_whether_outputs_agree():
     runs = [
         {"name": n, "concurrency": 1, "tokens_per_s": s, "tau": 1.0, "mean_verified": 1.0,

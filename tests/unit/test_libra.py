@@ -451,13 +451,35 @@ class TestLibra:
             )
             assert tokens / seconds > 0.98 * static
 
+    def test_a_request_inside_something_predictable_is_drafted_wider(self):
+        """Spans of 24 tokens between stretches where one token is accepted."""
+        random = np.random.default_rng(0)
+        libra = Libra(block_size=15, max_length=24)
+        left, widths = 0, {True: [], False: []}
+        for turn in range(1500):
+            width = libra.first_draft(["a"], 24)
+            if turn > 1000:
+                widths[libra._memory.inside(["a"]) == 1].append(width)
+            if left == 0 and random.uniform() < 0.05:
+                left = 48
+            reach = left if left else 1
+            q = np.where(np.arange(24) < reach, 0.95, 0.1)[None, :width]
+            lengths = decide(libra, q, 24) if width else np.zeros(1, dtype=np.int64)
+            accepted = np.minimum(lengths, reach)
+            left = max(left - int(accepted[0]) - 1, 0)
+            libra.learn(["a"], q, lengths, accepted)
+            rows = int(lengths[0]) + 1
+            draft = 0.2 + 0.06 * width if width else 0.0
+            libra.learn_times(RoundTimes(1, width + 1, draft, rows, 1.0 + 0.02 * rows, 0.2))
+        assert np.mean(widths[True]) > 2 * np.mean(widths[False])
+
     def test_memory_of_requests_is_bounded(self):
         from libraspec_sglang.controller import libra as module
 
         libra = Libra(block_size=3, max_length=4)
         for i in range(module.REQUESTS_REMEMBERED + 50):
-            libra.learn([f"r{i}"], np.array([[0.5, 0.5]]), np.array([2]), np.array([1]))
-        assert len(libra._memory) == module.REQUESTS_REMEMBERED
+            libra.learn([f"r{i}"], np.array([[0.5, 0.5]]), np.array([2]), np.array([2]))
+        assert len(libra._memory._inside) == module.REQUESTS_REMEMBERED
 
     def test_caps_bound_the_draft(self):
         libra = Libra(block_size=15, max_length=24)
