@@ -180,6 +180,11 @@ class BatchCost:
         seconds[batch] = seconds[batch : batch + 2].min()  # a row more is never cheaper
         return seconds
 
+    def drafted(self, batch: int, rows: int) -> float:
+        """``seconds(batch)[rows]`` where rows are more than plain decoding's."""
+        start, slope = self._line(batch)
+        return start + slope * float(self._shape(batch)[rows])
+
     def _line(self, batch: int) -> tuple[float, float]:
         near = self._nearest(batch, self._drafted, self.ENOUGH)
         if near is None and self._profile is not None:

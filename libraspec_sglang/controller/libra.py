@@ -31,7 +31,8 @@ from .cost_file import Cost, Forward
 from .policy import Policy, RoundTimes
 
 CURVES, ENOUGH_CURVES = 128, 8
-"""Survival curves remembered of each kind, and how many of a kind say something about it."""
+"""Survival curves remembered of each kind, and how many of a kind say something about it. Only the
+younger half of those there ever were is used: the first are of raw confidences."""
 REQUESTS_REMEMBERED = 1024
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
@@ -160,7 +161,7 @@ class Libra(Policy):
         """Lengths with the best expected rate; alpha has no part in it."""
         bs, depth = confidence.shape
         self._chance = self.calibration.probability(confidence.cpu().numpy())
-        spent = self.elsewhere.seconds(bs) + self.draft_cost.seconds(bs)[bs * (depth + 1)]
+        spent = self.elsewhere.seconds(bs) + self.draft_cost.drafted(bs, bs * (depth + 1))
         lengths = _lengths(self._chance, caps.cpu().numpy(), spent, self.verify_cost.seconds(bs))
         return torch.from_numpy(lengths).to(confidence.device)
 
@@ -288,7 +289,7 @@ def _rates(curves, taken, bs, inside, fixed, verify, draft):
     added width by width, survivals sorted into buckets, so all widths take one pass over them.
     """
     depth = curves.shape[2]
-    count = np.minimum(taken, curves.shape[1])
+    curves, count = _younger(curves, taken)
     share = np.array([bs - inside, inside], dtype=np.float64)  # of the batch, by kind
     for kind in range(2):
         if count[kind] < ENOUGH_CURVES and count[1 - kind] > count[kind]:
@@ -320,6 +321,18 @@ def _rates(curves, taken, bs, inside, fixed, verify, draft):
             best = max(best, tokens / (spent + seconds))
         rates[position + 1] = best * later[position + 1]
     return rates
+
+
+@compiled
+def _younger(curves, taken):
+    """The younger half of the curves of each kind, at most all remembered; and how many."""
+    size = curves.shape[1]
+    count, young = np.zeros(2, dtype=np.int64), np.empty_like(curves)
+    for kind in range(2):
+        count[kind] = min(max((taken[kind] + 1) // 2, min(taken[kind], ENOUGH_CURVES)), size)
+        for index in range(count[kind]):
+            young[kind, index] = curves[kind, (taken[kind] - 1 - index) % size]
+    return young, count
 
 
 @compiled

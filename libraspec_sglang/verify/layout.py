@@ -15,6 +15,7 @@ class VerifyRows:
     Attributes:
         lens: verified tokens per request, ``1 + d_r`` (host).
         width: largest of ``lens``.
+        window: W, columns of the window.
         index: int64 [T], each row's place in the flattened [bs, W] window; None when every
             request verifies the same number of tokens (the rows are then the first ``width``
             columns).
@@ -23,6 +24,7 @@ class VerifyRows:
 
     lens: list[int]
     width: int
+    window: int
     index: torch.Tensor | None
     request: torch.Tensor
 
@@ -44,12 +46,11 @@ class VerifyRows:
             out[:, : self.width] = rows.view(bs, self.width)
             return out
         out = rows.new_full((bs * width,), fill)
-        out[self._index_for(width)] = rows
+        index = self.index
+        if width != self.window:
+            index = torch.from_numpy(_packed_index(self.lens, width)).to(self.request.device)
+        out[index] = rows
         return out.view(bs, width)
-
-    def _index_for(self, width: int) -> torch.Tensor:
-        host = _packed_index(self.lens, width)
-        return torch.from_numpy(host).to(self.request.device)
 
 
 def verify_rows(lens: list[int], window_width: int, device: torch.device | str) -> VerifyRows:
@@ -69,7 +70,7 @@ def verify_rows(lens: list[int], window_width: int, device: torch.device | str) 
     uniform = min(lens) == width
     index = None if uniform else torch.from_numpy(_packed_index(lens, window_width)).to(device)
     request = torch.from_numpy(np.repeat(np.arange(len(lens)), lens)).to(device)
-    return VerifyRows(lens, width, index, request)
+    return VerifyRows(lens, width, window_width, index, request)
 
 
 def _packed_index(lens: list[int], width: int) -> np.ndarray:
