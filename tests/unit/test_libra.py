@@ -473,6 +473,24 @@ class TestLibra:
             libra.learn_times(RoundTimes(1, width + 1, draft, rows, 1.0 + 0.02 * rows, 0.2))
         assert np.mean(widths[True]) > 2 * np.mean(widths[False])
 
+    def test_what_a_narrow_draft_leaves_counts_only_where_rounds_go_on_better(self):
+        """Spans of exactly 5: one round of width 5, three of width 1, half of it taken as true."""
+        from libraspec_sglang.controller import libra as module
+
+        span = np.array([1.0] * 5 + [0.0] * 3)
+        alike = np.stack([np.tile(span, (10, 1))] * 2)
+        count, share = np.array([10, 10]), np.array([0.1, 0.0])  # none inside
+        assert module._taken_later(alike, count, share) == pytest.approx(np.ones(9))
+
+        better = np.stack([np.tile(span, (10, 1)), np.ones((10, 8))])
+        factors = module._taken_later(better, count, share)
+        going_on = module.CONTINUED * (9 / 6 - 1)
+        lost, found = 2.0, 6 / 3
+        assert factors[1] == pytest.approx(1 + going_on * (found / lost - 1))
+        assert factors[3] == pytest.approx(1 + going_on * ((6 / 2) / 4 - 1))
+        assert factors[5:] == pytest.approx(1.0)
+        assert (module._taken_later(better, np.array([10, 7]), share) == 1.0).all()
+
     def test_memory_of_requests_is_bounded(self):
         from libraspec_sglang.controller import libra as module
 
