@@ -45,9 +45,14 @@ def visible(
     return shown
 
 
-def additive(shown: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """bool mask -> 0 / -inf mask, the form the fused kernel adds to the scores."""
-    return torch.zeros(shown.shape, dtype=dtype).masked_fill_(~shown, -math.inf)
+def additive(shown: torch.Tensor, dtype: torch.dtype, group: int) -> torch.Tensor:
+    """The form the fused kernel adds to the scores, for the rows that :func:`attend` packs.
+
+    shown: bool [bs or 1, L or 1, K]; group: query heads of a kv head. Returns 0 / -inf
+    [bs or 1, 1, group L or 1, K].
+    """
+    mask = torch.zeros(shown.shape, dtype=dtype).masked_fill_(~shown, -math.inf)[:, None]
+    return mask.repeat(1, 1, group, 1) if shown.shape[1] > 1 and group > 1 else mask
 
 
 def attend(
@@ -61,7 +66,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Grouped-query attention of a padded batch.
 
-    q: [bs, L, Hq, D]; k, v: [bs, K, Hkv, D]; mask: None, or [bs or 1, L or 1, K] additive.
+    q: [bs, L, Hq, D]; k, v: [bs, K, Hkv, D]; mask: None, or as :func:`additive` makes it.
     Returns o [bs, L, Hq, Dv] and lse [bs, L, Hq] float32, base 2 (None unless asked).
     """
     bs, length, heads, _ = q.shape
@@ -81,10 +86,6 @@ def attend(
         .permute(0, 2, 3, 1, 4)
         .reshape(bs, kv_heads, group * length, -1)
     )
-    if mask is not None:
-        mask = mask[:, None]
-        if mask.shape[2] > 1 and group > 1:
-            mask = mask.repeat(1, 1, group, 1)
     if soft_cap > 0:
         o, lse = _attend_capped(packed, k, v, mask, scale, soft_cap)
     else:

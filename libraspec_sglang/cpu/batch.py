@@ -1,8 +1,8 @@
 """What one FlashInfer ``plan()`` fixes for a batch, kept for all layers of a forward.
 
 FlashInfer's compiled ``plan`` schedules work on the GPU; ours resolves, once per forward, which
-cache rows each request reads, which mask applies, and whether the batch is cheaper as one padded
-call or request by request. Every layer then costs two gathers and one attention kernel.
+cache rows each request reads, which mask applies, and which requests are cheaper in one padded call
+than request by request (short ones, when a few of the batch are long).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from libraspec_sglang.cpu import attention
 NON_CAUSAL, CAUSAL, CUSTOM = 0, 1, 2
 """flashinfer.utils.MaskMode."""
 
-# Measured on one AVX-512 core: the cost of one more attention call, of gathering one cache
-# element, and of one multiply-add of attention. Only their ratios matter, to choose padding.
-_CALL_US, _GATHER_US, _MAC_US = 35.0, 6e-4, 6e-5
+# Measured on one AVX2 core: the cost of one more attention call, of gathering one cache element,
+# and of one multiply-add of attention. Only their ratios matter, to choose padding.
+_CALL_US, _GATHER_US, _MAC_US = 113.0, 1.5e-4, 7.8e-5
 _MAX_CACHED_MASK = 1 << 22
 _MAX_PADDED_MASK = 1 << 24
 
@@ -57,7 +57,7 @@ class BatchPlan:
     qo_indptr: list[int]
     kv_lens: list[int] | None  # None: derived at the first run from the page tables
     page_size: int
-    _rows: list[Rows] | None = None
+    _rows: dict[int, Rows] | None = None  # of requests that run alone
     _padded: _Padded | None = None
     _masks: dict = field(default_factory=dict)
 
@@ -91,10 +91,13 @@ class BatchPlan:
 
     # -- masks -----------------------------------------------------------------------------
 
-    def mask(self, request: int, lo: int, hi: int, mode: int, window: int, dtype: torch.dtype):
-        """Additive mask [1, hi - lo, K] of one request's queries lo..hi, or None if all is seen."""
+    def mask(self, request, lo: int, hi: int, mode: int, window: int, dtype, group: int):
+        """Additive mask [1, 1, group (hi - lo), K] of one request's queries lo..hi.
+
+        None if they see all keys.
+        """
         qo_len, kv_len = self.qo_lens[request], self.kv_lens[request]
-        key = (request, lo, hi, mode, window, dtype)
+        key = (request, lo, hi, mode, window, dtype, group)
         if key in self._masks:
             return self._masks[key]
         no_window = window < 0 or window >= kv_len - 1
@@ -112,7 +115,7 @@ class BatchPlan:
         )
         if mode == CUSTOM:
             shown = shown & self._masks["bits"][request][lo:hi]
-        out = attention.additive(shown, dtype)[None]
+        out = attention.additive(shown[None], dtype, group)
         if out.numel() <= _MAX_CACHED_MASK:
             self._masks[key] = out
         return out
@@ -143,14 +146,13 @@ class BatchPlan:
         k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         if self._rows is None:
             tokens = self.token_rows(indptr, indices, last_page_len)
-            kv, mac = k_cache[0].numel() * 2, q[0].numel()
-            if self._pads_well(kv, mac):
-                self._padded = _Padded(self, tokens)
-            self._rows = [] if self._padded else [_rows(t) for t in tokens]
+            together = self._together(k_cache[0].numel() * 2, q[0].numel())
+            self._padded = _Padded(self, tokens, together) if together else None
+            alone = set(range(len(tokens))).difference(together)
+            self._rows = {request: _rows(tokens[request]) for request in sorted(alone)}
         if self._padded is not None:
             self._padded.run(q, k_cache, v_cache, mode, window, scale, cap, o, lse)
-            return
-        for request, rows in enumerate(self._rows):
+        for request, rows in self._rows.items():
             k, v = rows.take(k_cache), rows.take(v_cache)
             self._run_one(request, q, k, v, mode, window, scale, cap, o, lse)
 
@@ -178,77 +180,84 @@ class BatchPlan:
             hi = min(lo + block, length)
             # keys beyond the block's last visible one need not be scored
             seen = kv_len if mode != CAUSAL else max(0, min(kv_len, hi + kv_len - length))
-            mask = self.mask(request, lo, hi, mode, window, q.dtype)
+            mask = self.mask(request, lo, hi, mode, window, q.dtype, q.shape[1] // k.shape[1])
             if mask is not None and seen < kv_len:
                 mask = mask[..., :seen]
+            keys, values = (k, v) if seen == kv_len else (k[:seen], v[:seen])
+            queries = q[start + lo : start + hi]
             out, out_lse = attention.attend(
-                q[start + lo : start + hi][None],
-                k[:seen][None],
-                v[:seen][None],
-                mask,
-                scale,
-                cap,
-                lse is not None,
+                queries[None], keys[None], values[None], mask, scale, cap, lse is not None
             )
             o[start + lo : start + hi] = out[0]
             if lse is not None:
                 lse[start + lo : start + hi] = out_lse[0]
 
-    def _pads_well(self, kv_elements: int, q_elements: int) -> bool:
-        """Whether one padded call beats one call per request (which pay per-call overhead)."""
+    def _together(self, kv_elements: int, q_elements: int) -> list[int]:
+        """Requests that are cheaper in one padded call than in a call each; none or at least two.
+
+        The shortest ones of the batch: as many as save most.
+        """
         qo, kv = self.qo_lens, self.kv_lens
-        bs = len(kv)
-        if bs < 2 or max(kv) == 0 or max(qo) == 0:
-            return False
-        q_max, k_max = max(qo), max(kv)
-        if bs * q_max * k_max > _MAX_PADDED_MASK:
-            return False
-        gather = (bs * k_max - sum(kv)) * kv_elements * _GATHER_US
-        mac = bs * q_max * k_max - sum(a * b for a, b in zip(qo, kv, strict=True))
-        return gather + mac * q_elements * _MAC_US < (bs - 1) * _CALL_US
+        best, saved = 0, 0.0
+        order = sorted(range(len(kv)), key=qo.__getitem__)
+        k_max = mac = 0
+        for n, request in enumerate(order, 1):
+            k_max, q_max = max(k_max, kv[request]), qo[request]
+            mac += q_max * kv[request]
+            if n * q_max * k_max > _MAX_PADDED_MASK:
+                break
+            gathered = n * k_max * kv_elements  # alone, most requests read one run
+            padding = (n * q_max * k_max - mac) * q_elements
+            saving = (n - 1) * _CALL_US - gathered * _GATHER_US - padding * _MAC_US
+            if q_max and k_max and saving > saved:
+                best, saved = n, saving
+        return sorted(order[:best])
 
 
 class _Padded:
-    """A batch padded to its longest request, for one call per layer.
+    """Requests of a batch padded to the longest of them, for one call per layer.
 
     Padding keys repeat a row of the same request (a foreign or uninitialised row could hold a
     NaN, and 0 * NaN is NaN), and the mask hides them.
     """
 
-    def __init__(self, plan: BatchPlan, tokens: list[torch.Tensor]):
-        self.plan = plan
-        self.bs, self.length, self.keys = len(tokens), max(plan.qo_lens), max(plan.kv_lens)
+    def __init__(self, plan: BatchPlan, tokens: list[torch.Tensor], requests: list[int]):
+        self.requests, self.bs, self._masks = requests, len(requests), plan._masks
+        self.qo_lens = [plan.qo_lens[r] for r in requests]
+        self.kv_lens = [plan.kv_lens[r] for r in requests]
+        self.length, self.keys = max(self.qo_lens), max(self.kv_lens)
         index = torch.zeros(self.bs, self.keys, dtype=torch.int64)
-        for row, t in enumerate(tokens):
+        for row, request in enumerate(requests):
+            t = tokens[request]
             index[row, : t.numel()] = t
             if 0 < t.numel() < self.keys:
                 index[row, t.numel() :] = int(t[-1])
         self.rows = _rows(index.view(-1))
-        self.even_q = min(plan.qo_lens) == self.length
-        self.even_kv = min(plan.kv_lens) == self.keys
-        if not self.even_q:
+        self.even_q = min(self.qo_lens) == self.length
+        self.even_kv = min(self.kv_lens) == self.keys
+        self.whole = self.even_q and self.bs == len(tokens)
+        if not self.whole:
             number = torch.arange(self.length)
-            starts, lens = torch.tensor(plan.qo_indptr[:-1]), torch.tensor(plan.qo_lens)
-            kept = number < lens[:, None]
-            self.spread = (starts[:, None] + number.minimum((lens - 1).clamp(min=0)[:, None])).view(
-                -1
-            )
-            self.spread.clamp_(max=plan.qo_indptr[-1] - 1)
-            self.gather = kept.view(-1).nonzero().view(-1)
+            starts = torch.tensor([plan.qo_indptr[r] for r in requests])[:, None]
+            lens = torch.tensor(self.qo_lens)[:, None]
+            rows = (starts + number.minimum((lens - 1).clamp(min=0))).view(-1)
+            self.spread = rows.clamp_(max=plan.qo_indptr[-1] - 1)
+            self.kept = (number < lens).view(-1).nonzero().view(-1)
+            self.home = self.spread.index_select(0, self.kept)
 
-    def mask(self, mode: int, window: int, dtype: torch.dtype) -> torch.Tensor | None:
-        key = ("padded", mode, window, dtype)
-        cache = self.plan._masks
+    def mask(self, mode: int, window: int, dtype, group: int) -> torch.Tensor | None:
+        """Additive mask [bs, 1, group L or 1, K], or None if every query sees all keys."""
+        key = ("padded", mode, window, dtype, group)
+        cache = self._masks
         if key in cache:
             return cache[key]
-        plan = self.plan
         one_row = self.length == 1
         if self.even_kv and window < 0 and (mode == NON_CAUSAL or (mode == CAUSAL and one_row)):
             cache[key] = None
             return None
         shown = attention.visible(
-            torch.tensor(plan.qo_lens).view(-1, 1, 1),
-            torch.tensor(plan.kv_lens).view(-1, 1, 1),
+            torch.tensor(self.qo_lens).view(-1, 1, 1),
+            torch.tensor(self.kv_lens).view(-1, 1, 1),
             torch.arange(self.length).view(1, -1, 1),
             torch.arange(self.keys).view(1, 1, -1),
             mode == CAUSAL,
@@ -256,24 +265,27 @@ class _Padded:
         )
         if mode == CUSTOM:
             shown = shown.expand(self.bs, self.length, self.keys).clone()
-            for row, bits in enumerate(cache["bits"]):
+            for row, request in enumerate(self.requests):
+                bits = cache["bits"][request]
                 shown[row, : bits.shape[0], : bits.shape[1]] &= bits
-        cache[key] = attention.additive(shown, dtype)
+        cache[key] = attention.additive(shown, dtype, group)
         return cache[key]
 
     def run(self, q, k_cache, v_cache, mode, window, scale, cap, o, lse):
         k = self.rows.take(k_cache).view(self.bs, self.keys, *k_cache.shape[1:])
         v = self.rows.take(v_cache).view(self.bs, self.keys, *v_cache.shape[1:])
-        used = q[: self.plan.qo_indptr[-1]] if self.even_q else q.index_select(0, self.spread)
+        used = q[: self.bs * self.length] if self.whole else q.index_select(0, self.spread)
         used = used.view(self.bs, self.length, *q.shape[1:])
-        out, out_lse = attention.attend(
-            used, k, v, self.mask(mode, window, q.dtype), scale, cap, lse is not None
-        )
-        out = out.flatten(0, 1)
-        out_lse = None if out_lse is None else out_lse.flatten(0, 1)
-        if not self.even_q:
-            out = out.index_select(0, self.gather)
-            out_lse = None if out_lse is None else out_lse.index_select(0, self.gather)
-        o[: out.shape[0]] = out
+        mask = self.mask(mode, window, q.dtype, q.shape[1] // k.shape[2])
+        out, out_lse = attention.attend(used, k, v, mask, scale, cap, lse is not None)
+        self._put(o, out.flatten(0, 1))
         if lse is not None:
-            lse[: out.shape[0]] = out_lse
+            self._put(lse, out_lse.flatten(0, 1))
+
+    def _put(self, into: torch.Tensor, padded: torch.Tensor) -> None:
+        """The requests' rows of ``padded`` [bs * length, ...], where they belong."""
+        if self.whole:
+            into[: padded.shape[0]] = padded
+            return
+        rows = padded if self.even_q else padded.index_select(0, self.kept)
+        into.index_copy_(0, self.home, rows)

@@ -152,7 +152,7 @@ def expected_of(case, cache, indptr, indices, q, masks, scale):
     return out
 
 
-@pytest.mark.parametrize("padding", ["never", "always", "chosen"])
+@pytest.mark.parametrize("padding", ["never", "always", "in part", "chosen"])
 @settings(max_examples=120, deadline=None)
 @given(case=cases())
 def test_paged_run(padding, case):
@@ -163,8 +163,11 @@ def test_paged_run(padding, case):
         [0, *torch.tensor(case["qo"]).cumsum(0).tolist()], list(case["kv"]), case["page_size"]
     )
     if padding != "chosen":
-        always = padding == "always" and max(case["kv"]) > 0
-        plan._pads_well = lambda *_: always
+        bs = len(case["kv"])
+        together = {"never": [], "always": range(bs), "in part": range(bs - 1, 0, -2)}[padding]
+        if not any(case["qo"][r] for r in together) or not any(case["kv"][r] for r in together):
+            together = []
+        plan._together = lambda *_: sorted(together)
     mask, mask_indptr = pack(masks)
     o = torch.full((*q.shape[:2], 16), 7.0, dtype=q.dtype)
     lse = torch.full(q.shape[:2], 7.0) if case["want_lse"] else None
@@ -240,7 +243,8 @@ def test_a_request_without_pages_sees_no_key(monkeypatch, padded):
     """FlashInfer's host side says such a request has one token; its kernels know better."""
     from flashinfer.page import get_seq_lens
 
-    monkeypatch.setattr(batch.BatchPlan, "_pads_well", lambda *_: padded)
+    together = [0, 1, 2] if padded else []
+    monkeypatch.setattr(batch.BatchPlan, "_together", lambda *_: together)
     indptr, last = torch.tensor([0, 0, 0, 2]), torch.ones(3, dtype=torch.int32)
     said = get_seq_lens(indptr, last, 1)
     assert said.tolist() == [1, 1, 2]
@@ -255,12 +259,24 @@ def test_a_request_without_pages_sees_no_key(monkeypatch, padded):
     assert lse[5:].isfinite().all()
 
 
+def test_only_what_is_alike_is_padded_together():
+    """One long request among short ones stands alone; equal ones share a call."""
+    plan = batch.BatchPlan([0, 3, 27, 30, 33], [300, 320, 310, 330], 1)
+    assert plan._together(256, 256) == [0, 2, 3]
+    plan = batch.BatchPlan([0, 3, 6, 9, 12], [300, 320, 310, 330], 1)
+    assert plan._together(256, 256) == [0, 1, 2, 3]
+    assert batch.BatchPlan([0, 3], [300], 1)._together(256, 256) == []
+    assert batch.BatchPlan([0, 0, 0], [5, 5], 1)._together(256, 256) == []
+    # long prompts: padding would cost more than the calls it saves
+    assert batch.BatchPlan([0, 900, 1700], [900, 800], 1)._together(256, 256) == []
+
+
 def test_padding_never_reads_a_foreign_row():
     """A NaN outside a request's own rows must not reach it through padding."""
     cache = torch.full((2, 10, 1, 1, 8), math.nan)
     cache[:, 2:7] = 1.0
     plan = batch.BatchPlan([0, 1, 2], [1, 4], 1)
-    plan._pads_well = lambda *_: True
+    plan._together = lambda *_: [0, 1]
     o = torch.empty(2, 1, 8)
     plan.run_paged(
         torch.ones(2, 1, 8), cache[0], cache[1], torch.tensor([0, 1, 5]),
