@@ -7,9 +7,9 @@ round spends elsewhere. Each round it decides two things.
 1. *How wide to draft*, before drafting. Recent survival curves say what a pass of each width would
    have brought; the width with the best expected rate is used. Curves of rounds that follow a draft
    accepted whole (the text is in the middle of something predictable) are kept apart from the
-   others, and each request is expected to go on like its kind. Zero is a width: plain decoding.
-   While it is chosen, a draft is tried now and then (further and further apart) to see whether the
-   text has become predictable.
+   others; each request is expected to go on like its kind, and drafted as wide as pays for that
+   kind. Zero is a width: plain decoding. While it is chosen, a draft is tried now and then (further
+   and further apart) to see whether the text has become predictable.
 2. *How many tokens to verify*, after drafting: :func:`batch.allocate` on the calibrated survivals.
 
 Everything is host arithmetic in small compiled loops; the confidences come to the host anyway,
@@ -42,6 +42,8 @@ A narrow draft says nothing about the positions beyond it."""
 FIRST_PLAIN, LAST_PLAIN = 6, 192
 """Rounds that draft, at one batch size, before a plain one: first, and at most. What plain decoding
 costs is seen only there; a line through drafted rounds alone says too much for it."""
+FAR = 0.75
+"""Plain decoding's rate, as a share of the best, below which its price is looked at again late."""
 PROBE_WIDTH = 3
 """Tokens of a trial draft."""
 WIDTH_EVERY = 3
@@ -83,13 +85,14 @@ class Libra(Policy):
         self.verify_cost = BatchCost(0.01, max_length, _profile(verify))
         self.draft_cost = BatchCost(0.01, max_length, _profile(draft))
         self.elsewhere = Elsewhere(cost.elsewhere if cost is not None else 0.0)
-        self._widths = np.arange(max_length + 1)
-        self._width = min(block_size, max_length)
+        self._width = [min(block_size, max_length)] * 2  # by kind of round
         self._memory = _Memory(max_length)
         self._chance: np.ndarray | None = None
+        self._drafting = True
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in = EXPLORE_EVERY
         self._plain_in: dict[int, tuple[int, int]] = {}  # by batch size: rounds left, of how many
+        self._plain_far = False
         self._settled, self._situation = 0, (0, 0)
 
     def prepare(self) -> None:
@@ -97,7 +100,7 @@ class Libra(Policy):
         other, requests = Libra(1, self.max_length), ["a"]
         drafted = torch.full((1, self.max_length), 0.5)
         for _ in range(2 * REFRESH_EVERY):
-            other.first_draft(requests, 1)
+            other.first_drafts(requests, [1])
             lengths = other.decide(drafted, torch.ones(1, dtype=torch.int64))
             other.learn(requests, drafted.numpy(), lengths.numpy(), lengths.numpy())
             other.learn_times(RoundTimes(1, 2, 1e-3, 2, 1e-3, 1e-3))
@@ -105,24 +108,35 @@ class Libra(Policy):
     # -- decisions -----------------------------------------------------------------------
 
     def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
-        """Tokens to draft for each request this round.
+        """Tokens to draft for each request this round, the same for all.
 
         Args:
             requests: keys of the requests in the batch, one use per request (never reused).
             cap: the longest length any of them may verify.
         """
+        return min(max(self._drafts(requests, equal=True)), cap)
+
+    def first_drafts(self, requests: Sequence[Hashable], caps: Sequence[int]) -> list[int]:
+        """See :meth:`Policy.first_drafts`: each request as wide as pays for its kind."""
+        widths = self._drafts(requests, equal=False)
+        return [min(width, cap) for width, cap in zip(widths, caps, strict=True)]
+
+    def _drafts(self, requests: Sequence[Hashable], equal: bool) -> list[int]:
+        kinds = self._memory.kinds(requests)
         if not self.verify_cost.known:
-            return min(self._width, cap)
-        situation = len(requests), self._memory.inside(requests)
-        if self._settled > 0 and self._width and situation == self._situation:
+            return [self._width[kind] for kind in kinds]
+        situation = len(kinds), sum(kinds)
+        if self._settled > 0 and self._drafting and situation == self._situation:
             self._settled -= 1
-            best = self._width
         else:
-            best = self._best_width(*situation)
+            self._settle(*situation, equal)
             self._settled, self._situation = WIDTH_EVERY - 1, situation
-        if best and self._plain_is_due(len(requests)):
-            return 0
-        return min(self._explored(best) if best else self._probed(), cap)
+        widths = [self._width[kind] for kind in kinds]
+        if not any(widths):
+            return [self._probed()] * len(widths)
+        if self._plain_is_due(len(widths)):
+            return [0] * len(widths)
+        return self._explored(widths, equal)
 
     def _plain_is_due(self, batch: int) -> bool:
         """Whether this round shall show what plain decoding costs; further and further apart."""
@@ -130,25 +144,30 @@ class Libra(Policy):
         if left > 0:
             self._plain_in[batch] = left - 1, gap
             return False
-        gap = min(2 * gap, LAST_PLAIN)
+        gap = LAST_PLAIN if self._plain_far and gap > FIRST_PLAIN else min(2 * gap, LAST_PLAIN)
         self._plain_in[batch] = gap, gap
         return True
 
-    def _explored(self, width: int) -> int:
-        """A width that pays, or now and then one that may show that a wider one would."""
-        self._width = width
+    def _explored(self, widths: list[int], equal: bool) -> list[int]:
+        """Widths that pay; now and then one that may show that a wider one would."""
+        self._drafting = True
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in -= 1
         if self._explore_in > 0:
-            return width
+            return widths
         self._explore_in = EXPLORE_EVERY
-        return min(int(width * EXPLORE_BY) + 1, self.max_length)
+        wider = [min(int(width * EXPLORE_BY) + 1, self.max_length) for width in widths]
+        if equal:
+            return wider
+        narrowest = widths.index(min(widths))  # one is enough to show it
+        widths[narrowest] = wider[narrowest]
+        return widths
 
     def _probed(self) -> int:
         """Plain decoding, with a trial draft now and then, further and further apart."""
         self._probe_in -= 1
-        if self._width and self._probe_in <= 0:  # the first plain round
-            self._width, self._probe_in = 0, self._probe_gap
+        if self._drafting and self._probe_in <= 0:  # the first plain round
+            self._drafting, self._probe_in = False, self._probe_gap
         if self._probe_in > 0:
             return 0
         self._probe_gap = min(self._probe_gap * 2, LAST_PROBE)
@@ -165,14 +184,24 @@ class Libra(Policy):
         lengths = _lengths(self._chance, caps.cpu().numpy(), spent, self.verify_cost.seconds(bs))
         return torch.from_numpy(lengths).to(confidence.device)
 
-    def _best_width(self, batch: int, inside: int) -> int:
-        """The width with the best expected rate over recent survival curves."""
-        draft = self.draft_cost.seconds(batch)[batch * (self._widths + 1)]
-        draft[0] = 0.0
-        fixed, verify = self.elsewhere.seconds(batch), self.verify_cost.seconds(batch)
-        rates = self._memory.rates(batch, inside, fixed, verify, draft)
-        best = int(rates.argmax())
-        return self._width if rates[best] < rates[self._width] * (1.0 + MARGIN) else best
+    def _settle(self, batch: int, inside: int, equal: bool) -> None:
+        """Choose the widths with the best expected rate over recent survival curves.
+
+        One kind after the other, the wider first; both at once where all must be ``equal``.
+        """
+        draft, verify = self.draft_cost.seconds(batch), self.verify_cost.seconds(batch)
+        fixed = self.elsewhere.seconds(batch)
+        members = np.array([batch - inside, inside])
+        present = [kind for kind in (1, 0) if members[kind]]
+        for kinds in [[0, 1]] if equal else [[kind] for kind in present]:
+            varied = np.array([0 in kinds, 1 in kinds])
+            widths = np.array(self._width)
+            rates = self._memory.rates(members, widths, varied, fixed, verify, draft)
+            best, now = int(rates.argmax()), self._width[kinds[0]]
+            if rates[best] >= rates[now] * (1.0 + MARGIN):
+                for kind in kinds:
+                    self._width[kind] = best
+            self._plain_far = batch / (fixed + verify[batch]) < FAR * rates[best]
 
     # -- learning ------------------------------------------------------------------------
 
@@ -187,7 +216,8 @@ class Libra(Policy):
 
         Args:
             requests: as in :meth:`first_draft`.
-            confidence: [bs, D] of the round's draft, D = 0 after a plain round.
+            confidence: [bs, D] of the round's draft, D = 0 after a plain round; NaN beyond what
+                a request drafted.
             verified: [bs] drafted tokens verified.
             accepted: [bs] of them accepted.
         """
@@ -197,7 +227,8 @@ class Libra(Policy):
         if chance is None:  # lengths were not ours to decide this round
             chance = self.calibration.probability(confidence)
         self.calibration.update(confidence, verified, accepted, chance)
-        self._memory.take(requests, chance, accepted)
+        drafted = confidence.shape[1] - np.isnan(confidence).sum(1)
+        self._memory.take(requests, chance, drafted, accepted)
 
     def learn_times(self, times: RoundTimes) -> None:
         """See :meth:`Policy.learn_times`; all seconds are taken at the machine's usual pace."""
@@ -213,7 +244,8 @@ class Libra(Policy):
         before, after = self.calibration.error()
         return (
             f"calibration error of the drafter's confidences {before:.3f}, as used {after:.3f}, "
-            f"over {self.calibration.observed} verified tokens; drafting {self._width} tokens"
+            f"over {self.calibration.observed} verified tokens; drafting {self._width[0]} tokens, "
+            f"{self._width[1]} after a draft accepted whole"
         )
 
 
@@ -233,31 +265,46 @@ class _Memory:
         self._taken = np.zeros(2, dtype=np.int64)  # curves ever taken; the oldest make way
         self._curves[0, 0], self._taken[0] = np.cumprod(self._beyond[0]), 1  # to start from
 
-    def inside(self, requests: Sequence[Hashable]) -> int:
-        """How many of the requests had their last draft accepted whole."""
-        return sum(request in self._inside for request in requests)
+    def kinds(self, requests: Sequence[Hashable]) -> list[int]:
+        """The kind of each request's next round."""
+        return [int(request in self._inside) for request in requests]
 
     def rates(
-        self, batch: int, inside: int, fixed: float, verify: np.ndarray, draft: np.ndarray
+        self,
+        members: np.ndarray,
+        widths: np.ndarray,
+        varied: np.ndarray,
+        fixed: float,
+        verify: np.ndarray,
+        draft: np.ndarray,
     ) -> np.ndarray:
-        """[D + 1] expected tokens per second of a round by the width it drafts.
+        """[D + 1] expected tokens per second of a round by the width that some kinds draft.
 
         Args:
-            batch: requests.
-            inside: of them inside something predictable.
+            members: [2] requests of each kind; N together.
+            widths: [2] tokens each kind drafts, where it is not varied.
+            varied: bool [2], the kinds in question.
             fixed: seconds of a round outside both forwards.
             verify: [N (D + 1) + 1] seconds of the target's forward by rows.
-            draft: [D + 1] seconds of a pass by width.
+            draft: the same of the drafter's pass.
         """
-        return _rates(self._curves, self._taken, batch, inside, fixed, verify, draft)
+        return _rates(self._curves, self._taken, members, widths, varied, fixed, verify, draft)
 
-    def take(self, requests: Sequence[Hashable], chance: np.ndarray, accepted: np.ndarray) -> None:
-        """Add a draft: calibrated chances [bs, D'], D' <= D, and [bs] tokens accepted."""
-        kinds = np.array([request in self._inside for request in requests], dtype=np.int64)
-        _take(chance, kinds, self._beyond, self._curves, self._taken)
-        for request, whole in zip(requests, accepted >= chance.shape[1], strict=True):
+    def take(
+        self,
+        requests: Sequence[Hashable],
+        chance: np.ndarray,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """Add a draft: calibrated chances [bs, D'], D' <= D; [bs] tokens drafted, accepted."""
+        kinds = np.array(self.kinds(requests))
+        _take(chance, drafted, kinds, self._beyond, self._curves, self._taken)
+        for request, tokens, taken in zip(requests, drafted, accepted, strict=True):
+            if not tokens:
+                continue
             self._inside.pop(request, None)
-            if whole:
+            if taken >= tokens:
                 self._inside[request] = None
         while len(self._inside) > REQUESTS_REMEMBERED:
             del self._inside[next(iter(self._inside))]
@@ -282,45 +329,62 @@ def _lengths(chance, caps, spent, verify):
 
 
 @compiled
-def _rates(curves, taken, bs, inside, fixed, verify, draft):
+def _rates(curves, taken, members, widths, varied, fixed, verify, draft):
     """See :meth:`_Memory.rates`.
 
     For every width the best threshold on survival: tokens above it are verified. Positions are
     added width by width, survivals sorted into buckets, so all widths take one pass over them.
     """
-    depth = curves.shape[2]
+    bs, depth = members.sum(), curves.shape[2]
     curves, count = _younger(curves, taken)
-    share = np.array([bs - inside, inside], dtype=np.float64)  # of the batch, by kind
+    source = np.array([0, 1])  # whose curves stand for a kind
     for kind in range(2):
         if count[kind] < ENOUGH_CURVES and count[1 - kind] > count[kind]:
-            share[1 - kind] += share[kind]
-            share[kind] = 0.0
-    share /= np.maximum(count, 1)
-    later = _taken_later(curves, count, share / bs)
+            source[kind] = 1 - kind
+    later = _taken_later(curves, count, source)
 
-    gain, paid = np.zeros(BUCKETS), np.zeros(BUCKETS)
+    share = members / np.maximum(count[source], 1)
+    gain, paid = np.zeros((2, BUCKETS)), np.zeros(BUCKETS)
+    factor = np.ones(2)
+    others = float(bs)  # rows of the draft that are not varied
+    for kind in range(2):
+        if members[kind] and not varied[kind]:
+            others += members[kind] * widths[kind]
+            factor[kind] = later[kind, widths[kind]]
+            known = curves[source[kind], : count[source[kind]]]
+            for position in range(widths[kind]):
+                _sort_in(known[:, position], share[kind], gain[kind], paid)
     rates = np.empty(depth + 1)
-    rates[0] = bs / (fixed + verify[bs])
-    for position in range(depth):
+    for width in range(depth + 1):
         for kind in range(2):
-            if share[kind] > 0.0:
-                for survival in curves[kind, : count[kind], position]:
-                    place = min(int(survival * BUCKETS), BUCKETS - 1)
-                    gain[place] += share[kind] * survival
-                    paid[place] += share[kind]
-        spent = fixed + draft[position + 1]
-        tokens = verified = float(bs)
+            if members[kind] and varied[kind]:
+                factor[kind] = later[kind, width]
+                known = curves[source[kind], : count[source[kind]]]
+                if width > 0:
+                    _sort_in(known[:, width - 1], share[kind], gain[kind], paid)
+        rows = others + width * (members * varied).sum()
+        spent = fixed + (draft[int(rows)] if rows > bs else 0.0)
+        tokens, verified = (members * factor).sum(), float(bs)
         best = tokens / (spent + verify[bs])
         for place in range(BUCKETS - 1, -1, -1):
             if paid[place] == 0.0:
                 continue
-            tokens += gain[place]
+            tokens += gain[0, place] * factor[0] + gain[1, place] * factor[1]
             verified += paid[place]
             below = min(int(verified), len(verify) - 2)
             seconds = verify[below] + (verified - below) * (verify[below + 1] - verify[below])
             best = max(best, tokens / (spent + seconds))
-        rates[position + 1] = best * later[position + 1]
+        rates[width] = best
     return rates
+
+
+@compiled
+def _sort_in(survivals, share, gain, paid):
+    """Add a position to the buckets: ``share`` of a token for each survival."""
+    for survival in survivals:
+        place = min(int(survival * BUCKETS), BUCKETS - 1)
+        gain[place] += share * survival
+        paid[place] += share
 
 
 @compiled
@@ -336,37 +400,38 @@ def _younger(curves, taken):
 
 
 @compiled
-def _taken_later(curves, count, share):
-    """[D + 1] factors by width for what a draft that ends early leaves to the next round.
+def _taken_later(curves, count, source):
+    """[2, D + 1] factors by kind and width for what a draft that ends early leaves to the next.
 
     A span of L acceptable tokens is L + 1 tokens in one round if the draft is long enough, and in
     floor(L / (w + 1)) + 1 rounds of width w: no token is lost by drafting less, a round is spent.
     That holds in part (``CONTINUED``), and only as far as rounds inside a span do go better.
     """
     depth = curves.shape[2]
-    mean = np.zeros((2, depth + 1))
-    for kind in range(2):
-        for position in range(depth):
-            mean[kind, position + 1] = curves[kind, : count[kind], position].sum()
-        mean[kind] /= max(count[kind], 1)
-        mean[kind, 0] = 1.0
-    factors = np.ones(depth + 1)
+    factors = np.ones((2, depth + 1))
     if count.min() < ENOUGH_CURVES:
         return factors
+    mean = np.ones((2, depth + 1))
+    for kind in range(2):
+        for position in range(depth):
+            mean[kind, position + 1] = curves[kind, : count[kind], position].sum() / count[kind]
     holds = CONTINUED * min(max(mean[1].sum() / mean[0].sum() - 1.0, 0.0), 1.0)
-    survival = mean[0] * share[0] * count[0] + mean[1] * share[1] * count[1]
-    for width in range(1, depth + 1):
-        lost = survival[: width + 1].sum()
-        found = survival.sum() / survival[:: width + 1].sum()
-        factors[width] += holds * (found / lost - 1.0)
+    for kind in range(2):
+        survival = mean[source[kind]]
+        for width in range(1, depth + 1):
+            lost = survival[: width + 1].sum()
+            found = survival.sum() / survival[:: width + 1].sum()
+            factors[kind, width] += holds * (found / lost - 1.0)
     return factors
 
 
 @compiled
-def _take(chance, kinds, beyond, curves, taken):
+def _take(chance, drafted, kinds, beyond, curves, taken):
     """See :meth:`_Memory.take`. A position teaches in the measure that it was likely reached."""
-    bs, drafted = chance.shape
+    bs = chance.shape[0]
     for index in range(bs):
+        if drafted[index] == 0:
+            continue
         kind = kinds[index]
         if taken[kind] == 0:
             beyond[kind] = beyond[1 - kind]
@@ -375,7 +440,7 @@ def _take(chance, kinds, beyond, curves, taken):
         survival = 1.0
         for position in range(curves.shape[2]):
             p = beyond[kind, position]
-            if position < drafted:
+            if position < drafted[index]:
                 p = chance[index, position]
                 beyond[kind, position] += PACE / bs * survival * (p - beyond[kind, position])
             survival *= p

@@ -53,13 +53,18 @@ class Policy:
         """
         raise NotImplementedError
 
+    def first_drafts(self, requests: Sequence[Hashable], caps: Sequence[int]) -> list[int]:
+        """The same, request by request, where the drafter takes unequal ones (on a CPU)."""
+        return [self.first_draft(requests, max(caps))] * len(caps)
+
     def decide(
         self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None
     ) -> torch.Tensor:
         """Lengths to verify.
 
         Args:
-            confidence: [bs, D] the drafter's confidence in each drafted token.
+            confidence: [bs, D] the drafter's confidence in each drafted token, NaN beyond what
+                a request drafted.
             caps: int64 [bs], largest length per request.
             alpha: [bs] per-request alpha, or None for the policy's own.
 

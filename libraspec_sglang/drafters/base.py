@@ -31,13 +31,15 @@ class Proposal:
     """Drafted tokens.
 
     Attributes:
-        tokens: int64 [bs, D].
+        tokens: int64 [bs, D]; anything beyond what a request drafted.
         confidence: float32 [bs, D], the probability the drafter gave each of them; NaN where it
-            was not asked for.
+            was not asked for, and beyond what a request drafted.
+        rows: of the drafter's pass, anchors included.
     """
 
     tokens: torch.Tensor
     confidence: torch.Tensor
+    rows: int = 0
 
     @property
     def length(self) -> int:

@@ -7,8 +7,10 @@ owns the model, its KV pool and the mask id; this module only decides what goes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -19,6 +21,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_info
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
+
+from libraspec_sglang.verify.layout import VerifyRows, packed_index, ragged_layout, verify_rows
 
 from .base import Proposal, Window
 from .head import DraftHead
@@ -46,33 +50,36 @@ class DFlashDrafter:
         batch: ScheduleBatch,
         window: Window,
         plan: KVLocPlan,
-        length: int,
+        lengths: Sequence[int],
         *,
         known: Proposal | None = None,
         confidence: bool = True,
     ) -> Proposal:
-        """Draft ``length`` tokens per request in one pass.
+        """Draft ``lengths[r]`` tokens for each request in one pass.
 
-        The pass covers 1 + length slots of the window: the anchor, then ``known`` tokens drafted
-        earlier this round (a further block is conditioned on them), then masks. Known tokens and
-        their confidences are returned as they were.
+        The pass covers 1 + length slots of a request's window: the anchor, then ``known`` tokens
+        drafted earlier this round (a further block is conditioned on them), then masks. Known
+        tokens and their confidences are returned as they were.
 
         Args:
             batch: the running batch, for its request rows and host lengths.
-            window: the round's slots, W >= 1 + length.
+            window: the round's slots, W >= 1 + the longest length.
             plan: KV ids of the window.
-            length: D, tokens to return.
-            known: the first block of this round, shorter than ``length``.
+            lengths: [bs] tokens to return per request; unequal ones need FlashInfer without graphs.
+            known: the first block of this round, shorter than the lengths, which are equal then.
             confidence: whether confidences are wanted; NaN otherwise.
         """
-        bs, width = window.anchor.shape[0], length + 1
+        bs = window.anchor.shape[0]
+        rows = verify_rows([n + 1 for n in lengths], window.width, window.anchor.device)
         first = 0 if known is None else known.length
-        block = window.anchor.new_full((bs, width), self._mask_id)
+        block = window.anchor.new_full((bs, window.width), self._mask_id)
         block[:, 0] = window.anchor
         if known is not None:
             block[:, 1 : first + 1] = known.tokens
-        hidden = self._forward(batch, window, plan, block).view(bs, width, -1)
-        new = hidden[:, first + 1 :].reshape(-1, hidden.shape[-1])
+        hidden = self._forward(batch, window, plan, rows, rows.take(block))
+        if rows.index is not None:
+            return self._ragged(hidden, rows, confidence)
+        new = hidden.view(bs, rows.width, -1)[:, first + 1 :].reshape(-1, hidden.shape[-1])
         tokens, confident = self._head(new, confidence=confidence)
         tokens = tokens.view(bs, -1)
         if confident is None:
@@ -81,15 +88,37 @@ class DFlashDrafter:
         if known is not None:
             tokens = torch.cat([known.tokens, tokens], dim=1)
             confident = torch.cat([known.confidence, confident], dim=1)
-        return Proposal(tokens, confident)
+        return Proposal(tokens, confident, rows.total)
+
+    def _ragged(self, hidden: torch.Tensor, rows: VerifyRows, confidence: bool) -> Proposal:
+        """Unequal numbers of tokens from the hidden states [T, H] of ``rows``."""
+        lengths, device = np.asarray(rows.lens) - 1, hidden.device
+        bs, depth = len(lengths), rows.width - 1
+        request = np.repeat(np.arange(bs), lengths)
+        masks = np.arange(len(request)) + request + 1  # every request's rows begin with its anchor
+        tokens, confident = self._head(
+            hidden.index_select(0, torch.from_numpy(masks).to(device)), confidence=confidence
+        )
+        place = torch.from_numpy(packed_index(lengths, depth)).to(device)
+        all_tokens = tokens.new_zeros(bs * depth)
+        all_tokens[place] = tokens
+        chances = torch.full((bs * depth,), float("nan"), device=device)
+        if confident is not None:
+            chances[place] = confident
+        return Proposal(all_tokens.view(bs, depth), chances.view(bs, depth), rows.total)
 
     @torch.inference_mode()
     def _forward(
-        self, batch: ScheduleBatch, window: Window, plan: KVLocPlan, block: torch.Tensor
+        self,
+        batch: ScheduleBatch,
+        window: Window,
+        plan: KVLocPlan,
+        rows: VerifyRows,
+        block: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states [bs * width, H] of the draft model over ``block`` [bs, width]."""
-        bs, width = block.shape
-        embeds = self._embed(block.reshape(-1))
+        """Hidden states [T, H] of the draft model over ``block`` [T], the tokens of ``rows``."""
+        bs, width = len(rows.lens), rows.width
+        embeds = self._embed(block)
         if self._embed_scale != 1.0:
             embeds = embeds * self._embed_scale
         host_lens = batch.seq_lens_cpu
@@ -97,37 +126,42 @@ class DFlashDrafter:
             host_lens = batch.spec_info.nxt_kv_lens_cpu
         # An upper bound is all the attention planner needs: the committed prefix and the block.
         host_lens = host_lens.to(torch.int32) + width
-        whole = width == window.width
-        positions = (window.positions if whole else window.positions[:, :width]).reshape(-1)
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
-            input_ids=block.reshape(-1),
+            input_ids=block,
             req_pool_indices=batch.req_pool_indices,
             seq_lens=window.prefix_lens,
             out_cache_loc=None,
             seq_lens_sum=int(host_lens.sum()),
             seq_lens_cpu=host_lens,
-            positions=positions,
+            positions=rows.take(window.positions),
             input_embeds=embeds,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._spec_info(width, block.device),
+            spec_info=self._spec_info(rows),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             num_token_non_padded=(
-                torch.full((), bs * width, dtype=torch.int32, device=block.device)
+                torch.full((), rows.total, dtype=torch.int32, device=block.device)
                 if enable_num_token_non_padded()
                 else None
             ),
-            global_num_token_non_padded_cpu=bs * width,
+            global_num_token_non_padded_cpu=rows.total,
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
-        cols = None if whole else slice(0, width)
+        cols = rows.index
+        if cols is None and width < window.width:
+            cols = slice(0, width)
         plan.bind(forward_batch, self._runner.kv_index_translator, cols=cols)
         with draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
         return out.logits_output.hidden_states
 
-    def _spec_info(self, width: int, device: torch.device):
+    def _spec_info(self, rows: VerifyRows):
+        width, device = rows.width, rows.request.device
+        if rows.index is not None:
+            ragged = make_draft_block_spec_info(draft_token_num=width, device=device)
+            ragged.ragged_verify_layout = ragged_layout(rows)
+            return ragged
         if width not in self._spec_infos:
             self._spec_infos[width] = make_draft_block_spec_info(
                 draft_token_num=width, device=device

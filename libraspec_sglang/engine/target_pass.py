@@ -10,9 +10,8 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-from libraspec_sglang.verify.layout import VerifyRows
+from libraspec_sglang.verify.layout import VerifyRows, ragged_layout
 
 
 class TargetPass:
@@ -39,7 +38,7 @@ class TargetPass:
         else:
             spread = drafted.new_empty((drafted.shape[0], self._window_width))
             spread[:, : drafted.shape[1]] = drafted
-            tokens, layout, columns = rows.take(spread), _ragged_layout(rows), rows.index
+            tokens, layout, columns = rows.take(spread), ragged_layout(rows), rows.index
         return DFlashVerifyInput(
             draft_token=tokens,
             positions=positions,
@@ -98,19 +97,3 @@ class TargetPass:
         )
         batch.forward_mode, batch.spec_info, batch.seq_lens = before
         return forward_batch
-
-
-def _ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:
-    """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them)."""
-    device = rows.request.device
-    lens = torch.tensor(rows.lens, dtype=torch.int32).to(device)
-    indptr = torch.zeros(len(rows.lens) + 1, dtype=torch.int32, device=device)
-    torch.cumsum(lens, dim=0, out=indptr[1:])
-    return RaggedVerifyLayout(
-        verify_lens=lens,
-        graph_num_tokens=rows.total,
-        extend_start_loc=indptr[:-1],
-        qo_indptr_device=indptr,
-        verify_lens_cpu=rows.lens,
-        total_verify_tokens=rows.total,
-    )

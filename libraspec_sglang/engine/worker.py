@@ -163,17 +163,17 @@ class LibraSpecWorker(DFlashWorkerV2):
         path_dependent = [i for i, r in enumerate(batch.reqs) if depends_on_path(r)]
         caps = self._caps(batch, window, own, path_dependent)
         requests = [r.rid for r in batch.reqs]
-        length = self._first_draft(requests, caps)
+        lengths = self._first_drafts(requests, caps)
         clock.lap("window")
 
-        proposal = self._propose(batch, window, kv_plan, length)
+        proposal = self._propose(batch, window, kv_plan, lengths)
         clock.lap("draft")
         alpha = self._alpha(own, window.anchor.device)
         lens = self._decide(proposal, caps, alpha)
         clock.lap("decide")
         if max(lens) > proposal.length + 1:
             proposal = self._drafter.propose(
-                batch, window, kv_plan, self._window_width - 1, known=proposal
+                batch, window, kv_plan, [self._window_width - 1] * len(lens), known=proposal
             )
             clock.lap("draft")
             lens = self._decide(proposal, caps, alpha)
@@ -278,26 +278,27 @@ class LibraSpecWorker(DFlashWorkerV2):
         caps = torch.tensor(limits).to(window.prefix_lens.device)
         return torch.minimum(caps, end - window.prefix_lens).clamp_(min=0)
 
-    def _first_draft(self, requests: list[str], caps: torch.Tensor) -> int:
-        """Tokens the first pass drafts; the same on every rank."""
+    def _first_drafts(self, requests: list[str], caps: torch.Tensor) -> list[int]:
+        """Tokens the first pass drafts per request; the same on every rank."""
+        bs, most = len(requests), self._window_width - 1
         if self._full_rows:
-            return self._window_width - 1
+            return [most] * bs
         if caps.is_cuda:  # a look at the caps would stall the device; the window bounds them
-            return self._policy.first_draft(requests, self._window_width - 1)
-        length = self._policy.first_draft(requests, int(caps.max()))
+            return [self._policy.first_draft(requests, most)] * bs
+        lengths = self._policy.first_drafts(requests, caps.tolist())
         if self._tp_group.world_size > 1:
-            shared = torch.tensor([length])
+            shared = torch.tensor(lengths)
             self._broadcast(shared)
-            length = int(shared)
-        return length
+            lengths = shared.tolist()
+        return lengths
 
-    def _propose(self, batch, window: Window, kv_plan, length: int) -> Proposal:
-        if length == 0:
+    def _propose(self, batch, window: Window, kv_plan, lengths: list[int]) -> Proposal:
+        if not any(lengths):
             empty = window.anchor.new_empty((len(batch.reqs), 0))
             return Proposal(empty, empty.to(torch.float32))
         self._draft_context.flush()
         want = self._policy.needs_confidence or self._trace is not None
-        return self._drafter.propose(batch, window, kv_plan, length, confidence=want)
+        return self._drafter.propose(batch, window, kv_plan, lengths, confidence=want)
 
     def _alpha(self, own, device) -> torch.Tensor | None:
         if all(wish.alpha is None for wish in own):
@@ -378,7 +379,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         self._policy.learn_times(
             RoundTimes(
                 batch=bs,
-                draft_rows=bs * (proposal.length + 1) if proposal.length else 0,
+                draft_rows=proposal.rows,
                 draft_seconds=laps["draft"] + laps["decide"],
                 verify_rows=rows.total,
                 verify_seconds=laps["verify"] + laps["accept"] + laps["commit"],

@@ -1,11 +1,13 @@
-"""Ragged verification rows: request r verifies its anchor and d_r drafted tokens."""
+"""Ragged rows: request r verifies, or drafts behind, its anchor and d_r tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class VerifyRows:
         out = rows.new_full((bs * width,), fill)
         index = self.index
         if width != self.window:
-            index = torch.from_numpy(_packed_index(self.lens, width)).to(self.request.device)
+            index = torch.from_numpy(packed_index(self.lens, width)).to(self.request.device)
         out[index] = rows
         return out.view(bs, width)
 
@@ -68,12 +70,28 @@ def verify_rows(lens: list[int], window_width: int, device: torch.device | str) 
         raise ValueError(f"verify lengths must be in 1..{window_width}, got {lens}")
     width = max(lens)
     uniform = min(lens) == width
-    index = None if uniform else torch.from_numpy(_packed_index(lens, window_width)).to(device)
+    index = None if uniform else torch.from_numpy(packed_index(lens, window_width)).to(device)
     request = torch.from_numpy(np.repeat(np.arange(len(lens)), lens)).to(device)
     return VerifyRows(lens, width, window_width, index, request)
 
 
-def _packed_index(lens: list[int], width: int) -> np.ndarray:
+def ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:
+    """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them)."""
+    device = rows.request.device
+    lens = torch.tensor(rows.lens, dtype=torch.int32).to(device)
+    indptr = torch.zeros(len(rows.lens) + 1, dtype=torch.int32, device=device)
+    torch.cumsum(lens, dim=0, out=indptr[1:])
+    return RaggedVerifyLayout(
+        verify_lens=lens,
+        graph_num_tokens=rows.total,
+        extend_start_loc=indptr[:-1],
+        qo_indptr_device=indptr,
+        verify_lens_cpu=rows.lens,
+        total_verify_tokens=rows.total,
+    )
+
+
+def packed_index(lens: Sequence[int], width: int) -> np.ndarray:
     """Flat positions in a [bs, width] grid of the first ``lens[r]`` columns of each row."""
     counts = np.asarray(lens, dtype=np.int64)
     starts = np.cumsum(counts) - counts

@@ -459,7 +459,7 @@ class TestLibra:
         for turn in range(1500):
             width = libra.first_draft(["a"], 24)
             if turn > 1000:
-                widths[libra._memory.inside(["a"]) == 1].append(width)
+                widths[libra._memory.kinds(["a"]) == [1]].append(width)
             if left == 0 and random.uniform() < 0.05:
                 left = 48
             reach = left if left else 1
@@ -473,23 +473,61 @@ class TestLibra:
             libra.learn_times(RoundTimes(1, width + 1, draft, rows, 1.0 + 0.02 * rows, 0.2))
         assert np.mean(widths[True]) > 2 * np.mean(widths[False])
 
+    def test_each_request_is_drafted_as_wide_as_pays_for_its_kind(self):
+        """One request of three accepts everything, the others nothing: their widths part."""
+        random = np.random.default_rng(0)
+        libra, requests, drafted = Libra(block_size=15, max_length=24), ["a", "b", "c"], []
+        for turn in range(400):
+            widths = libra.first_drafts(requests, [24, 24, 24])
+            if turn >= 300:
+                drafted.append(widths)
+            reach = np.array([24, 0, 0])
+            q = np.full((3, max(widths)), np.nan)
+            for row, (width, far) in enumerate(zip(widths, reach, strict=True)):
+                q[row, :width] = np.where(np.arange(width) < far, 0.95, 0.1)
+            q += random.normal(0, 0.01, q.shape)
+            lengths = decide(libra, q, 24) if any(widths) else np.zeros(3, dtype=np.int64)
+            assert (lengths <= widths).all()  # nothing is verified that was not drafted
+            libra.learn(requests, q, lengths, np.minimum(lengths, reach))
+            rows, draft_rows = int(lengths.sum()) + 3, sum(widths) + 3 if any(widths) else 0
+            draft = 0.4 + 0.02 * draft_rows if draft_rows else 0.0
+            libra.learn_times(RoundTimes(3, draft_rows, draft, rows, 1.0 + 0.02 * rows, 0.2))
+        assert np.median(drafted, axis=0).tolist() == [24, 0, 0]
+        wider = [(b > 0) + (c > 0) for _, b, c in drafted]
+        assert max(wider) == 1  # one request shows what a wider draft would bring
+
+    def test_a_request_without_a_draft_teaches_nothing(self):
+        libra = Libra(block_size=3, max_length=4)
+        nan = [np.nan, np.nan]
+        libra.learn(["a"], np.array([[0.5, 0.5]]), np.array([2]), np.array([2]))
+        before = libra._memory._taken.copy()
+        libra.learn(["a"], np.array([nan]), np.array([0]), np.array([0]))
+        assert libra._memory.kinds(["a"]) == [1]
+        assert (libra._memory._taken == before).all()
+        libra.learn(["a", "b"], np.array([[0.5, np.nan], [0.5, 0.5]]), np.ones(2), np.ones(2))
+        assert libra._memory.kinds(["a", "b"]) == [1, 0]  # of one token drafted, of two
+
+    def test_caps_are_each_request_s_own(self):
+        libra = Libra(block_size=15, max_length=24)
+        assert libra.first_drafts(["a", "b", "c"], [3, 0, 24]) == [3, 0, 15]
+
     def test_what_a_narrow_draft_leaves_counts_only_where_rounds_go_on_better(self):
         """Spans of exactly 5: one round of width 5, three of width 1, half of it taken as true."""
         from libraspec_sglang.controller import libra as module
 
         span = np.array([1.0] * 5 + [0.0] * 3)
         alike = np.stack([np.tile(span, (10, 1))] * 2)
-        count, share = np.array([10, 10]), np.array([0.1, 0.0])  # none inside
-        assert module._taken_later(alike, count, share) == pytest.approx(np.ones(9))
+        count, own = np.array([10, 10]), np.array([0, 1])
+        assert module._taken_later(alike, count, own)[0] == pytest.approx(np.ones(9))
 
         better = np.stack([np.tile(span, (10, 1)), np.ones((10, 8))])
-        factors = module._taken_later(better, count, share)
+        factors = module._taken_later(better, count, own)[0]
         going_on = module.CONTINUED * (9 / 6 - 1)
         lost, found = 2.0, 6 / 3
         assert factors[1] == pytest.approx(1 + going_on * (found / lost - 1))
         assert factors[3] == pytest.approx(1 + going_on * ((6 / 2) / 4 - 1))
         assert factors[5:] == pytest.approx(1.0)
-        assert (module._taken_later(better, np.array([10, 7]), share) == 1.0).all()
+        assert (module._taken_later(better, np.array([10, 7]), own) == 1.0).all()
 
     def test_memory_of_requests_is_bounded(self):
         from libraspec_sglang.controller import libra as module

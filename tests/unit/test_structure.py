@@ -13,8 +13,8 @@ ROOT = Path(libraspec_sglang.__file__).parent
 FLOORS = [
     {"kernels"},
     {"controller", "tree"},
-    {"options", "drafters"},
-    {"verify"},
+    {"options", "verify"},
+    {"drafters"},
     {"engine", "cpu", "demo"},
     {"patches", "observe", "cli", "check"},
 ]

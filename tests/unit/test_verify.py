@@ -99,9 +99,9 @@ def test_zero_drafted_tokens():
 
 
 def test_index_is_host_arithmetic():
-    from libraspec_sglang.verify.layout import _packed_index
+    from libraspec_sglang.verify.layout import packed_index
 
-    assert np.array_equal(_packed_index([2, 3], 5), [0, 1, 5, 6, 7])
+    assert np.array_equal(packed_index([2, 3], 5), [0, 1, 5, 6, 7])
 
 
 def test_limits_cut_what_fixed_rows_verified_too_much():
@@ -110,3 +110,21 @@ def test_limits_cut_what_fixed_rows_verified_too_much():
     got = accept(torch.tensor([1, 2, 3, 9] * 2), drafted, rows, WIDTH, limits=torch.tensor([3, 1]))
     assert got.commit_lens.tolist() == [4, 2]
     assert got.bonus.tolist() == [9, 2]
+
+
+def test_unequal_drafts_come_back_request_by_request():
+    """Rows of 2, 0 and 3 drafted tokens behind their anchors; the hidden states say which row."""
+    from libraspec_sglang.drafters.dflash import DFlashDrafter
+
+    drafter = DFlashDrafter.__new__(DFlashDrafter)
+    drafter._head = lambda hidden, confidence: (hidden[:, 0].long(), hidden[:, 0] / 10)
+    rows = verify_rows([3, 1, 4], WIDTH, "cpu")
+    got = drafter._ragged(torch.arange(8.0)[:, None], rows, confidence=True)
+    assert (got.length, got.rows) == (3, 8)
+    known = ~got.confidence.isnan()
+    assert known.tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert got.tokens[known].tolist() == [1, 2, 5, 6, 7]  # 0, 3 and 4 are anchors
+    assert got.confidence[known].tolist() == pytest.approx([0.1, 0.2, 0.5, 0.6, 0.7])
+
+    drafter._head = lambda hidden, confidence: (hidden[:, 0].long(), None)
+    assert drafter._ragged(torch.arange(8.0)[:, None], rows, False).confidence.isnan().all()
