@@ -227,8 +227,7 @@ class Libra(Policy):
         if chance is None:  # lengths were not ours to decide this round
             chance = self.calibration.probability(confidence)
         self.calibration.update(confidence, verified, accepted, chance)
-        drafted = confidence.shape[1] - np.isnan(confidence).sum(1)
-        self._memory.take(requests, chance, drafted, accepted)
+        self._memory.take(requests, confidence, chance, accepted)
 
     def learn_times(self, times: RoundTimes) -> None:
         """See :meth:`Policy.learn_times`; all seconds are taken at the machine's usual pace."""
@@ -293,14 +292,19 @@ class _Memory:
     def take(
         self,
         requests: Sequence[Hashable],
+        confidence: np.ndarray,
         chance: np.ndarray,
-        drafted: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """Add a draft: calibrated chances [bs, D'], D' <= D; [bs] tokens drafted, accepted."""
+        """Add a draft: confidences and their calibrated chances [bs, D'], D' <= D; [bs] accepted.
+
+        A request drafted as many tokens as have a confidence.
+        """
         kinds = np.array(self.kinds(requests))
-        _take(chance, drafted, kinds, self._beyond, self._curves, self._taken)
-        for request, tokens, taken in zip(requests, drafted, accepted, strict=True):
+        drafted = _take(confidence, chance, kinds, self._beyond, self._curves, self._taken)
+        for request, tokens, taken in zip(
+            requests, drafted.tolist(), accepted.tolist(), strict=True
+        ):
             if not tokens:
                 continue
             self._inside.pop(request, None)
@@ -426,10 +430,18 @@ def _taken_later(curves, count, source):
 
 
 @compiled
-def _take(chance, drafted, kinds, beyond, curves, taken):
-    """See :meth:`_Memory.take`. A position teaches in the measure that it was likely reached."""
+def _take(confidence, chance, kinds, beyond, curves, taken):
+    """See :meth:`_Memory.take`. A position teaches in the measure that it was likely reached.
+
+    Returns [bs] tokens drafted.
+    """
     bs = chance.shape[0]
+    drafted = np.zeros(bs, dtype=np.int64)
     for index in range(bs):
+        for q in confidence[index]:
+            if q != q:
+                break
+            drafted[index] += 1
         if drafted[index] == 0:
             continue
         kind = kinds[index]
@@ -445,3 +457,4 @@ def _take(chance, drafted, kinds, beyond, curves, taken):
                 beyond[kind, position] += PACE / bs * survival * (p - beyond[kind, position])
             survival *= p
             curve[position] = survival
+    return drafted
