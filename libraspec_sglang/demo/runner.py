@@ -185,6 +185,7 @@ class EngineProcess:
 
 
 _KEPT = ("LIBRASPEC_CPU", "LIBRASPEC_CACHE")
+FLUSH_SECONDS = 60.0
 
 
 def rows_per_round(meta: dict[str, Any], rounds: int) -> float:
@@ -230,8 +231,10 @@ def _state(engine) -> dict:
 
 
 def _ask(engine, requests: list[dict], concurrency: int, flush: bool) -> dict:
-    if flush:
-        engine.flush_cache()
+    if flush:  # refused while a request is still being finished, so with time to wait for it
+        emptying = engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_SECONDS)
+        if not engine.loop.run_until_complete(emptying).success:
+            raise RuntimeError(f"the radix cache was not emptied within {FLUSH_SECONDS} s")
     gate = asyncio.Semaphore(concurrency)
 
     async def one(request: dict) -> dict:
