@@ -20,6 +20,8 @@ import torch
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LOG2_E = math.log2(math.e)
 
+UNPACKED_KEYS = 1024
+"""Keys up to which one request's heads are cheaper unpacked: more reads, fewer copies."""
 Q_BLOCK = 256
 """Queries per block of a long masked prefill: bounds the mask to Q_BLOCK x K."""
 
@@ -53,6 +55,13 @@ def additive(shown: torch.Tensor, dtype: torch.dtype, group: int) -> torch.Tenso
     """
     mask = torch.zeros(shown.shape, dtype=dtype).masked_fill_(~shown, -math.inf)[:, None]
     return mask.repeat(1, 1, group, 1) if shown.shape[1] > 1 and group > 1 else mask
+
+
+def causal(length: int, keys: int, dtype: torch.dtype, group: int) -> torch.Tensor:
+    """:func:`additive` of the causal mask of one request, in fewer steps; length <= keys."""
+    mask = torch.zeros(1, 1, group, length, keys, dtype=dtype)
+    mask[..., keys - length :] = torch.full((length, length), -math.inf, dtype=dtype).triu_(1)
+    return mask.view(1, 1, group * length, keys)
 
 
 def attend(
@@ -113,6 +122,19 @@ def _attend_capped(q, k, v, mask, scale, soft_cap):
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
     return torch.matmul(weights, v.float()).to(q.dtype), lse
+
+
+def attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """:func:`attend` for one request, its heads unpacked: nothing is copied before the kernel.
+
+    q: [L, Hq, D]; k, v: [K, Hkv, D]; mask: None or [1, 1, L, K] additive. Returns [L, Hq, D].
+    """
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
+    return _FLASH(q, k, v, 0.0, False, attn_mask=mask, scale=scale)[0].transpose(1, 2)[0]
 
 
 def attend_causal_square(
