@@ -45,6 +45,8 @@ class Elsewhere:
         """Usual seconds; those of the nearest batch size seen."""
         if not self._usual:
             return self._start
+        if batch in self._usual:
+            return self._usual[batch]
         return self._usual[min(self._usual, key=lambda b: abs(b - batch))]
 
 

@@ -114,14 +114,15 @@ class Libra(Policy):
             requests: keys of the requests in the batch, one use per request (never reused).
             cap: the longest length any of them may verify.
         """
-        return min(max(self._drafts(requests, equal=True)), cap)
+        return min(max(self._drafts(requests, None)), cap)
 
     def first_drafts(self, requests: Sequence[Hashable], caps: Sequence[int]) -> list[int]:
         """See :meth:`Policy.first_drafts`: each request as wide as pays for its kind."""
-        widths = self._drafts(requests, equal=False)
+        widths = self._drafts(requests, caps)
         return [min(width, cap) for width, cap in zip(widths, caps, strict=True)]
 
-    def _drafts(self, requests: Sequence[Hashable], equal: bool) -> list[int]:
+    def _drafts(self, requests: Sequence[Hashable], caps: Sequence[int] | None) -> list[int]:
+        """Widths before caps; without ``caps`` the same for all."""
         kinds = self._memory.kinds(requests)
         if not self.verify_cost.known:
             return [self._width[kind] for kind in kinds]
@@ -129,14 +130,14 @@ class Libra(Policy):
         if self._settled > 0 and self._drafting and situation == self._situation:
             self._settled -= 1
         else:
-            self._settle(*situation, equal)
+            self._settle(*situation, equal=caps is None)
             self._settled, self._situation = WIDTH_EVERY - 1, situation
         widths = [self._width[kind] for kind in kinds]
         if not any(widths):
             return [self._probed()] * len(widths)
         if self._plain_is_due(len(widths)):
             return [0] * len(widths)
-        return self._explored(widths, equal)
+        return self._explored(widths, caps)
 
     def _plain_is_due(self, batch: int) -> bool:
         """Whether this round shall show what plain decoding costs; further and further apart."""
@@ -148,19 +149,22 @@ class Libra(Policy):
         self._plain_in[batch] = gap, gap
         return True
 
-    def _explored(self, widths: list[int], equal: bool) -> list[int]:
+    def _explored(self, widths: list[int], caps: Sequence[int] | None) -> list[int]:
         """Widths that pay; now and then one that may show that a wider one would."""
         self._drafting = True
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in -= 1
         if self._explore_in > 0:
             return widths
-        self._explore_in = EXPLORE_EVERY
         wider = [min(int(width * EXPLORE_BY) + 1, self.max_length) for width in widths]
-        if equal:
+        if caps is None:
+            self._explore_in = EXPLORE_EVERY
             return wider
-        narrowest = widths.index(min(widths))  # one is enough to show it
-        widths[narrowest] = wider[narrowest]
+        able = [r for r, width in enumerate(widths) if caps[r] > width]
+        if able:  # one is enough to show it, the narrowest
+            self._explore_in = EXPLORE_EVERY
+            shows = min(able, key=widths.__getitem__)
+            widths[shows] = wider[shows]
         return widths
 
     def _probed(self) -> int:
@@ -178,16 +182,17 @@ class Libra(Policy):
         self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Lengths with the best expected rate; alpha has no part in it."""
-        bs, depth = confidence.shape
-        self._chance = self.calibration.probability(confidence.cpu().numpy())
-        spent = self.elsewhere.seconds(bs) + self.draft_cost.drafted(bs, bs * (depth + 1))
-        lengths = _lengths(self._chance, caps.cpu().numpy(), spent, self.verify_cost.seconds(bs))
+        bs, values = len(confidence), confidence.cpu().numpy()
+        self._chance = self.calibration.probability(values)
+        limits, rows = _limits(values, caps.cpu().numpy())
+        spent = self.elsewhere.seconds(bs) + self.draft_cost.drafted(bs, rows)
+        lengths = _lengths(self._chance, limits, spent, self.verify_cost.seconds(bs))
         return torch.from_numpy(lengths).to(confidence.device)
 
     def _settle(self, batch: int, inside: int, equal: bool) -> None:
         """Choose the widths with the best expected rate over recent survival curves.
 
-        One kind after the other, the wider first; both at once where all must be ``equal``.
+        One kind after the other, requests inside first; both at once where all must be ``equal``.
         """
         draft, verify = self.draft_cost.seconds(batch), self.verify_cost.seconds(batch)
         fixed = self.elsewhere.seconds(batch)
@@ -321,10 +326,28 @@ def _profile(forward: Forward | None) -> Profile | None:
 
 
 @compiled
-def _lengths(chance, caps, spent, verify):
+def _drafted(confidence):
+    """[bs] tokens each request drafted: those with a confidence."""
+    drafted = np.zeros(confidence.shape[0], dtype=np.int64)
+    for request in range(confidence.shape[0]):
+        for q in confidence[request]:
+            if q != q:
+                break
+            drafted[request] += 1
+    return drafted
+
+
+@compiled
+def _limits(confidence, caps):
+    """(longest length per request [bs], rows of the pass that drafted them)."""
+    drafted = _drafted(confidence)
+    return np.maximum(np.minimum(drafted, caps), 0), len(drafted) + drafted.sum()
+
+
+@compiled
+def _lengths(chance, limits, spent, verify):
     """The batch's lengths where a round costs ``spent + verify[rows]`` seconds."""
     bs, depth = chance.shape
-    limits = np.minimum(np.maximum(caps, 0), depth)
     survival = chance.copy()
     for request in range(bs):
         for position in range(1, depth):
@@ -341,11 +364,11 @@ def _rates(curves, taken, members, widths, varied, fixed, verify, draft):
     """
     bs, depth = members.sum(), curves.shape[2]
     curves, count = _younger(curves, taken)
+    later = _taken_later(curves, count)
     source = np.array([0, 1])  # whose curves stand for a kind
     for kind in range(2):
         if count[kind] < ENOUGH_CURVES and count[1 - kind] > count[kind]:
             source[kind] = 1 - kind
-    later = _taken_later(curves, count, source)
 
     share = members / np.maximum(count[source], 1)
     gain, paid = np.zeros((2, BUCKETS)), np.zeros(BUCKETS)
@@ -404,7 +427,7 @@ def _younger(curves, taken):
 
 
 @compiled
-def _taken_later(curves, count, source):
+def _taken_later(curves, count):
     """[2, D + 1] factors by kind and width for what a draft that ends early leaves to the next.
 
     A span of L acceptable tokens is L + 1 tokens in one round if the draft is long enough, and in
@@ -421,7 +444,7 @@ def _taken_later(curves, count, source):
             mean[kind, position + 1] = curves[kind, : count[kind], position].sum() / count[kind]
     holds = CONTINUED * min(max(mean[1].sum() / mean[0].sum() - 1.0, 0.0), 1.0)
     for kind in range(2):
-        survival = mean[source[kind]]
+        survival = mean[kind]
         for width in range(1, depth + 1):
             lost = survival[: width + 1].sum()
             found = survival.sum() / survival[:: width + 1].sum()
@@ -435,13 +458,9 @@ def _take(confidence, chance, kinds, beyond, curves, taken):
 
     Returns [bs] tokens drafted.
     """
-    bs = chance.shape[0]
-    drafted = np.zeros(bs, dtype=np.int64)
-    for index in range(bs):
-        for q in confidence[index]:
-            if q != q:
-                break
-            drafted[index] += 1
+    drafted = _drafted(confidence)
+    teaching = max((drafted > 0).sum(), 1)
+    for index in range(chance.shape[0]):
         if drafted[index] == 0:
             continue
         kind = kinds[index]
@@ -454,7 +473,7 @@ def _take(confidence, chance, kinds, beyond, curves, taken):
             p = beyond[kind, position]
             if position < drafted[index]:
                 p = chance[index, position]
-                beyond[kind, position] += PACE / bs * survival * (p - beyond[kind, position])
+                beyond[kind, position] += PACE / teaching * survival * (p - beyond[kind, position])
             survival *= p
             curve[position] = survival
     return drafted

@@ -127,7 +127,7 @@ def _attend_capped(q, k, v, mask, scale, soft_cap):
 def attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """:func:`attend` for one request, its heads unpacked: nothing is copied before the kernel.
+    """:func:`attend` for one request, its heads unpacked: none of its queries is copied.
 
     q: [L, Hq, D]; k, v: [K, Hkv, D]; mask: None or [1, 1, L, K] additive. Returns [L, Hq, D].
     """

@@ -20,8 +20,7 @@ NON_CAUSAL, CAUSAL, CUSTOM = 0, 1, 2
 # Measured on one AVX2 core: the cost of one more attention call, of gathering one cache element,
 # and of one multiply-add of attention. Only their ratios matter, to choose padding.
 _CALL_US, _GATHER_US, _MAC_US = 50.0, 2e-5, 8e-5
-_MAX_CACHED_MASK = 1 << 22
-_MAX_PADDED_MASK = 1 << 24
+_MAX_CACHED_MASK = _MAX_PADDED_MASK = 1 << 24  # elements
 
 
 @dataclass(frozen=True)
@@ -208,17 +207,18 @@ class BatchPlan:
         """
         qo, kv = self.qo_lens, self.kv_lens
         best, saved = 0, 0.0
-        order = sorted(range(len(kv)), key=qo.__getitem__)
+        order = sorted((r for r, keys in enumerate(kv) if keys), key=lambda r: (qo[r], kv[r]))
+        group = max(2 * q_elements // kv_elements, 1)  # query heads of a kv head
         k_max = mac = 0
         for n, request in enumerate(order, 1):
             k_max, q_max = max(k_max, kv[request]), qo[request]
             mac += q_max * kv[request]
-            if n * q_max * k_max > _MAX_PADDED_MASK:
+            if n * q_max * k_max * group > _MAX_PADDED_MASK:
                 break
             gathered = n * k_max * kv_elements  # alone, most requests read one run
             padding = (n * q_max * k_max - mac) * q_elements
             saving = (n - 1) * _CALL_US - gathered * _GATHER_US - padding * _MAC_US
-            if q_max and k_max and saving > saved:
+            if q_max and saving > saved:
                 best, saved = n, saving
         return sorted(order[:best])
 

@@ -10,7 +10,8 @@ What is approximate. After accepting more or fewer tokens than in the trace a po
 from another position; replay takes rounds as exchangeable samples of the request instead. Tokens
 that a shorter length left unverified are therefore not drafted again, which is slightly hard on
 short lengths. A narrower draft is taken to have the confidences of the first positions of the
-traced one. Acceptance that the trace did not observe is drawn (see :mod:`.trace_reader`).
+traced one. All requests of a batch are drafted equally wide, as on CUDA. Acceptance that the trace
+did not observe is drawn (see :mod:`.trace_reader`).
 
 Two oracles, possible only here: ``clairvoyant`` knows what will be accepted, ``expected-optimal``
 knows each token's probability. Both maximise tokens per second over the whole replay (Dinkelbach's

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
@@ -83,7 +84,8 @@ class TraceWriter:
             verified: rows per request, anchor included, [bs].
             gained: tokens gained per request, bonus included, [bs].
             context: committed tokens before the round, [bs].
-            confidence: the drafter's confidences, [bs][D].
+            confidence: the drafter's confidences, [bs][D]; NaN at the end of a row, which the
+                request did not draft, is left out.
             laps: seconds per part.
             gap: seconds since the round before, None after something else (a prefill).
         """
@@ -93,7 +95,10 @@ class TraceWriter:
                 "verified": list(verified),
                 "gained": list(gained),
                 "context": list(context),
-                "confidence": [[round(c, 4) for c in row] for row in confidence],
+                "confidence": [
+                    [round(c, 4) for c in _drafted(row, rows - 1)]
+                    for row, rows in zip(confidence, verified, strict=True)
+                ],
                 "seconds": {name: round(s, 7) for name, s in laps.items()},
                 "gap": None if gap is None else round(gap, 7),
             }
@@ -110,3 +115,10 @@ class TraceWriter:
         except OSError as error:
             self._failed = True
             logger.error("LibraSpec: the trace ends here (%s)", error)
+
+
+def _drafted(row: list[float], verified: int) -> list[float]:
+    end = len(row)
+    while end > verified and math.isnan(row[end - 1]):
+        end -= 1
+    return row[:end]

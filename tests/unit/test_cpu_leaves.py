@@ -265,6 +265,10 @@ def test_only_what_is_alike_is_padded_together():
     assert plan._together(256, 256) == [0, 2, 3]
     plan = batch.BatchPlan([0, 3, 6, 9, 12], [300, 320, 310, 330], 1)
     assert plan._together(256, 256) == [0, 1, 2, 3]
+    for kv in ([8000, 100, 100, 100], [100, 100, 100, 8000]):  # decoding beside a long context
+        assert len(batch.BatchPlan([0, 1, 2, 3, 4], kv, 1)._together(512, 1024)) == 3
+    # the mask of a whole query group is bounded, not only its pattern
+    assert not batch.BatchPlan(list(range(0, 3841, 480)), [4096] * 8, 1)._together(128, 448)
     assert batch.BatchPlan([0, 3], [300], 1)._together(256, 256) == []
     assert batch.BatchPlan([0, 0, 0], [5, 5], 1)._together(256, 256) == []
     # long prompts: padding would cost more than the calls it saves

@@ -507,6 +507,38 @@ class TestLibra:
         libra.learn(["a", "b"], np.array([[0.5, np.nan], [0.5, 0.5]]), np.ones(2), np.ones(2))
         assert libra._memory.kinds(["a", "b"]) == [1, 0]  # of one token drafted, of two
 
+    def test_nothing_is_verified_that_was_not_drafted(self):
+        """A low confidence that often holds would make NaN, as no confidence, worth a row."""
+        libra = Libra(block_size=3, max_length=4)
+        for _ in range(60):
+            libra.learn_times(RoundTimes(2, 10, 0.5, 6, 1.0, 0.1))
+            low = np.full((2, 4), 0.02)
+            decide(libra, low, 4)
+            libra.learn(["a", "b"], low, np.full(2, 4), np.full(2, 4))
+        lengths = decide(libra, np.array([[0.02, np.nan, np.nan], [np.nan] * 3]), 4)
+        assert lengths.tolist() == [1, 0]
+
+    def test_the_drafts_of_a_round_are_paid_for_as_they_were(self):
+        """Rows that one request does not draft are not charged to the round."""
+        dear = Cost(
+            version=1, device="d", target="t", drafter="f", measured=True, how="made up",
+            elsewhere=0.0, verify=Forward(rows=[1, 100], seconds=[1.0, 10.9]),
+            draft=Forward(rows=[1, 100], seconds=[0.1, 10.0]),
+        )  # fmt: skip
+        libra = Libra(block_size=8, max_length=8, cost=dear)
+        q = np.where(np.arange(8) < [[8], [0]], 0.8, np.nan)
+        got = decide(libra, q, 8)
+        tokens = 2 + np.concatenate(([0.0], np.cumsum(np.cumprod(q[0]))))
+        rates = tokens / (dear.draft(2, np.array([10]), 0)[0] + 1.0 + 0.1 * (1 + np.arange(9)))
+        assert got.tolist() == [int(rates.argmax()), 0]
+
+    def test_a_request_that_may_draft_wider_shows_what_that_brings(self):
+        libra = Libra(block_size=8, max_length=24)
+        libra.learn_times(RoundTimes(2, 18, 0.5, 6, 1.0, 0.1))
+        widths = [libra.first_drafts(["g", "a"], [0, 24]) for _ in range(60)]
+        settled = np.median([w[1] for w in widths])
+        assert max(w[1] for w in widths) > settled > 0
+
     def test_caps_are_each_request_s_own(self):
         libra = Libra(block_size=15, max_length=24)
         assert libra.first_drafts(["a", "b", "c"], [3, 0, 24]) == [3, 0, 15]
@@ -517,17 +549,17 @@ class TestLibra:
 
         span = np.array([1.0] * 5 + [0.0] * 3)
         alike = np.stack([np.tile(span, (10, 1))] * 2)
-        count, own = np.array([10, 10]), np.array([0, 1])
-        assert module._taken_later(alike, count, own)[0] == pytest.approx(np.ones(9))
+        count = np.array([10, 10])
+        assert module._taken_later(alike, count)[0] == pytest.approx(np.ones(9))
 
         better = np.stack([np.tile(span, (10, 1)), np.ones((10, 8))])
-        factors = module._taken_later(better, count, own)[0]
+        factors = module._taken_later(better, count)[0]
         going_on = module.CONTINUED * (9 / 6 - 1)
         lost, found = 2.0, 6 / 3
         assert factors[1] == pytest.approx(1 + going_on * (found / lost - 1))
         assert factors[3] == pytest.approx(1 + going_on * ((6 / 2) / 4 - 1))
         assert factors[5:] == pytest.approx(1.0)
-        assert (module._taken_later(better, np.array([10, 7]), own) == 1.0).all()
+        assert (module._taken_later(better, np.array([10, 7])) == 1.0).all()
 
     def test_memory_of_requests_is_bounded(self):
         from libraspec_sglang.controller import libra as module

@@ -1,6 +1,7 @@
 """Reading traces back: order, what is imputed, and messages for bad files."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -31,12 +32,15 @@ class TestReading:
     def test_it_reads_what_the_server_writes(self, tmp_path):
         writer = TraceWriter(str(tmp_path / "t"), {"policy": "static"})
         writer.round(
-            requests=["x"], verified=[2], gained=[1], context=[4],
-            confidence=[[0.25, float("nan")]], laps={},
+            requests=["x", "y", "z"], verified=[3, 2, 1], gained=[1, 1, 1], context=[4, 5, 6],
+            confidence=[[0.25, math.nan], [0.5, math.nan], [math.nan] * 2], laps={},
         )  # fmt: skip
         writer.close()
         rounds = trace_reader.read(tmp_path / "t")
-        assert (rounds.confidence.tolist(), rounds.depth.tolist()) == ([[0.25, 0.0]], [2])
+        # NaN that was verified is a token without confidence; beyond, one that was not drafted.
+        assert rounds.confidence.tolist() == [[0.25, 0.0], [0.5, 0.0]]
+        assert rounds.depth.tolist() == [2, 1]
+        assert "1 rounds without a draft" in rounds.notes[0]
 
     def test_plain_rounds_are_left_out_and_counted(self, tmp_path):
         rounds = trace_reader.read(trace(tmp_path, line(verified=1, confidence=()), line()))
