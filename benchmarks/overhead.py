@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--pair", choices=("real", "test", "both"), default="both")
     parser.add_argument("--batches", default="1,16", help="batch sizes (default: 1,16)")
     parser.add_argument("--prompts-per-batch", type=int, default=16, help="default: 16")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: 64")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
     names = ("test", "real") if args.pair == "both" else (args.pair,)
