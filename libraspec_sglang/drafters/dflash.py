@@ -148,10 +148,7 @@ class DFlashDrafter:
             global_num_token_non_padded_cpu=rows.total,
             can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
         )
-        cols = rows.index
-        if cols is None and width < window.width:
-            cols = slice(0, width)
-        plan.bind(forward_batch, self._runner.kv_index_translator, cols=cols)
+        plan.bind(forward_batch, self._runner.kv_index_translator, cols=rows.columns)
         with draft_tp_context(self._layout):
             out = self._runner.forward(forward_batch)
         return out.logits_output.hidden_states

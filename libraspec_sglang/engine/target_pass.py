@@ -34,11 +34,10 @@ class TargetPass:
         """
         if rows.index is None:
             tokens, layout = drafted[:, : rows.width].reshape(-1), None
-            columns = None if rows.width == self._window_width else slice(0, rows.width)
         else:
             spread = drafted.new_empty((drafted.shape[0], self._window_width))
             spread[:, : drafted.shape[1]] = drafted
-            tokens, layout, columns = rows.take(spread), ragged_layout(rows), rows.index
+            tokens, layout = rows.take(spread), ragged_layout(rows)
         return DFlashVerifyInput(
             draft_token=tokens,
             positions=positions,
@@ -48,7 +47,7 @@ class TargetPass:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             ragged_verify_layout=layout,
             kv_loc_plan=kv_plan,
-            kv_loc_cols=columns,
+            kv_loc_cols=rows.columns,
         )
 
     def run(

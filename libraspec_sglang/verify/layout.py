@@ -34,6 +34,13 @@ class VerifyRows:
     def total(self) -> int:
         return int(self.request.shape[0])
 
+    @property
+    def columns(self) -> torch.Tensor | slice | None:
+        """The rows' part of the window as SGLang's KV plan takes it; None for all of it."""
+        if self.index is None and self.width < self.window:
+            return slice(0, self.width)
+        return self.index
+
     def take(self, window: torch.Tensor) -> torch.Tensor:
         """Pack a [bs, W] tensor of the window into [T] rows."""
         if self.index is None:
