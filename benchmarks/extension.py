@@ -44,7 +44,7 @@ def main() -> None:
     ]  # fmt: skip
     with ExitStack() as stack:
         engines = compare.start(stack, setups, logs, ids[:1], quiet=args.json)
-        tallies = compare.take_turns(pair, engines, ids, levels, args.max_new_tokens, 4, args.json)
+        tallies = compare.take_turns(pair, engines, ids, levels, args.max_new_tokens, 1, args.json)
     rows = [tallies[(e.name, c)].row(e.name, c) for c in levels for e in engines]
     if args.json:
         print(json.dumps({"pair": args.pair, "runs": rows}))

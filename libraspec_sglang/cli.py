@@ -112,6 +112,14 @@ def _parser() -> argparse.ArgumentParser:
         default="float32",
         help="float32 makes outputs comparable token for token (default)",
     )
+    demo.add_argument(
+        "--repeat",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="answer every prompt N times: steadier on a busy machine (default: 1; prompts that "
+        "fill just one turn are answered twice, so that engines can swap places)",
+    )
     demo.add_argument("--json", action="store_true", help="one JSON object on standard output")
     demo.set_defaults(run=_demo)
 
@@ -358,6 +366,7 @@ def _demo(args: argparse.Namespace) -> int:
         statics=args.static or [checkpoint.read(str(pair.drafter)).block_size],
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
+        repeat=args.repeat,
     )
     print(json.dumps(result) if args.json else compare.table(result))
     return 0

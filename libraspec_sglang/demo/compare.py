@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from .runner import Batch, EngineProcess
 STARTING_AT_ONCE = 2
 """Engines start mostly on one core each."""
 FULL_BATCHES = 4
-"""Prompts per request in flight in a turn, at least: at its end fewer are in flight than asked for,
-and a turn that mostly ends measures that instead."""
+"""Prompts per request in flight in a turn. At its end fewer are in flight than asked for, so a short
+turn measures that; in long ones the machine's speed changes."""
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
 
@@ -156,7 +157,7 @@ def compare(
     statics: Sequence[int],
     max_new_tokens: int,
     dtype: str,
-    slices: int = 4,
+    repeat: int = 1,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Run the comparison.
@@ -168,7 +169,7 @@ def compare(
         statics: block sizes of built-in DFLASH to run.
         max_new_tokens: per answer.
         dtype: ``float32`` (outputs comparable token for token) or ``bfloat16``.
-        slices: turns the engines take over the prompts.
+        repeat: times every prompt is answered, in as many more turns.
         quiet: no progress bar.
 
     Returns:
@@ -206,7 +207,7 @@ def compare(
     with ExitStack() as stack:
         starting = [(name, arguments, own) for name, arguments in setups]
         engines = start(stack, starting, logs, ids[:1], quiet)
-        tallies = take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet)
+        tallies = take_turns(pair, engines, ids, concurrencies, max_new_tokens, repeat, quiet)
     reference = tallies[("plain", concurrencies[0])]
     return {
         "outputs_identical": all(t.identical(reference) for t in tallies.values()),
@@ -245,20 +246,21 @@ def start(
     return engines
 
 
-def take_turns(pair, engines, ids, concurrencies, max_new_tokens, slices, quiet):
+def take_turns(pair, engines, ids, concurrencies, max_new_tokens, repeat, quiet):
     """Sums per (engine name, concurrency); engines alternate over slices of the prompts.
 
-    Every other turn goes in reverse order, and there are at least two (few prompts are answered
-    twice), so that a machine that gets slower or faster does so for all engines alike. A target
-    that knows no chat continues text, and goes on where a document would end.
+    Every other turn goes in reverse order, so that a machine that gets slower or faster does so for
+    all engines alike; prompts that fill one turn get two for that. A target that knows no chat
+    continues text, and goes on where a document would end.
     """
     tallies: dict[tuple[str, int], Tally] = {}
     turns = []
     for concurrency in concurrencies:
-        size = max(FULL_BATCHES * concurrency, -(-len(ids) // slices))
+        size = FULL_BATCHES * concurrency
         starts = list(range(0, len(ids), size))
-        for turn, start in enumerate(starts * 2 if len(starts) == 1 else starts):
-            order = engines if turn % 2 == 0 else engines[::-1]
+        times = max(repeat, 2 if len(starts) == 1 else 1)
+        for time, (turn, start) in product(range(times), enumerate(starts)):
+            order = engines if (time + turn) % 2 == 0 else engines[::-1]
             turns.append((concurrency, start, ids[start : start + size], order))
     with tqdm(
         total=sum(len(part) * len(order) for _, _, part, order in turns),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +74,34 @@ def test_tallies_are_identical_prompt_by_prompt_however_they_were_cut():
     assert tally((0, [[1], [2], [3]]), (0, [[1], [2], [3]])).identical(plain)
     assert not tally((0, [[1], [2], [3]]), (0, [[1], [2], [4]])).identical(plain)
     assert not tally((0, [[1], [2]])).identical(plain)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "repeat", "turns"),
+    [
+        (3, 1, [("ab", 3), ("ba", 3)]),  # they fill one turn: twice, so that engines swap places
+        (8, 1, [("ab", 4), ("ba", 4)]),
+        (8, 2, [("ab", 4), ("ba", 4), ("ba", 4), ("ab", 4)]),
+    ],
+)
+def test_engines_swap_places_from_turn_to_turn(prompts, repeat, turns):
+    asked = []
+
+    class Engine:
+        def __init__(self, name):
+            self.name = name
+
+        def generate(self, part, **_):
+            asked.append((self.name, part))
+            return Batch(1.0, part, [1] * len(part), [1.0] * len(part))
+
+    ids, pair = [[i] for i in range(prompts)], SimpleNamespace(chat=True)
+    tallies = compare.take_turns(pair, [Engine("a"), Engine("b")], ids, [1], 4, repeat, quiet=True)
+    pairs = [asked[i : i + 2] for i in range(0, len(asked), 2)]
+    assert [(first[0] + second[0], len(first[1])) for first, second in pairs] == turns
+    assert all(first[1] == second[1] for first, second in pairs)
+    assert tallies["a", 1].identical(tallies["b", 1])
+    assert sorted(tallies["a", 1].answers) == list(range(prompts))
 
 
 def test_table_compares_with_plain_and_says_whether_outputs_agree():
