@@ -26,8 +26,8 @@ from .runner import Batch, EngineProcess
 STARTING_AT_ONCE = 2
 """Engines start mostly on one core each."""
 FULL_BATCHES = 4
-"""Prompts per request in flight in a turn. At its end fewer are in flight than asked for, so a short
-turn measures that; in long ones the machine's speed changes."""
+"""Prompts per request in flight in a turn. At its end fewer are in flight than asked for: a short
+turn measures that; during a long one the machine's speed changes."""
 PROMPTS = Path(__file__).parent / "prompts.jsonl"
 
 
