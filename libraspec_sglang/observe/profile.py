@@ -25,12 +25,12 @@ from scipy.optimize import nnls
 from tqdm import tqdm
 
 from libraspec_sglang.controller.cost_file import Cost, Forward, Profile
-from libraspec_sglang.demo.runner import EngineProcess
+from libraspec_sglang.demo.runner import Batch, EngineProcess
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafted tokens verified per request, up to the longest that is asked for."""
-LEAST_ROUNDS = 5
-"""Rounds of one shape that make a point."""
+ROUNDS, LEAST_ROUNDS = 16, 5
+"""Rounds of a cell, about; and rounds of one shape that make a point."""
 VERSIONS = ("libraspec-sglang", "sglang", "torch", "flashinfer-python")
 
 Point = tuple[int, int, int, float]
@@ -102,34 +102,46 @@ def measure(
         with tqdm(total=1, desc="starting the engine", disable=quiet, file=sys.stderr) as bar:
             process.wait_ready()
             bar.update()
-        _run(process, Cell(max(batches), 2, contexts[0]), prompts)  # memory touched, not counted
+        largest = Cell(max(batches), 2, contexts[0])
+        _run(process, largest, ROUNDS, prompts)  # memory touched, not counted
         warm = _lines(trace)
+        gained = {0: 1.0}  # tokens a round, by length
         for cell in tqdm(cells, desc="timing rounds", disable=quiet, file=sys.stderr):
-            _run(process, cell, prompts)
+            near = max(length for length in gained if length <= cell.length)
+            expected = gained[near] if near == cell.length else gained[near] + 1.0
+            tokens = 1 + round(ROUNDS * min(expected, cell.length + 1))
+            gained[cell.length] = _run(process, cell, tokens, prompts)
     with trace.open() as stream:
         header = json.loads(next(stream))
         rounds = [json.loads(line) for number, line in enumerate(stream, 2) if number > warm]
     return fit(header, rounds, batches)
 
 
-def _run(process: EngineProcess, cell: Cell, prompts: Sequence[Sequence[int]]) -> None:
-    """Some rounds of a cell; every request gets a prompt of its own (and finds it in the radix
-    cache when another length had it before)."""
+def _run(
+    process: EngineProcess, cell: Cell, tokens: int, prompts: Sequence[Sequence[int]]
+) -> float:
+    """Answers of ``tokens`` tokens in a cell; returns the tokens a round brought.
+
+    Every request has a prompt of its own (and finds it in the radix cache when another length had
+    it before).
+    """
     requests = []
     for i in range(cell.batch):
         turned = prompts[i % len(prompts)][i:]
         ids = (list(turned) * (cell.context // len(turned) + 1))[: cell.context]
         sampling = {
             "temperature": 0,
-            "max_new_tokens": 10 + 4 * cell.length,
+            "max_new_tokens": tokens,
             "ignore_eos": True,
             "custom_params": {"libraspec_max_length": cell.length},
         }
         requests.append({"input_ids": ids, "sampling_params": sampling})
-    _, answers = process.ask(requests, concurrency=cell.batch)
+    seconds, answers = process.ask(requests, concurrency=cell.batch)
     for answer in answers:
         if "error" in answer:
             raise ProfileError(f"batch {cell.batch}, context {cell.context}: {answer['error']}")
+    batch = Batch.of(seconds, answers)
+    return sum(len(o) - 1 for o in batch.outputs) / max(sum(batch.rounds), 1)
 
 
 def _lines(path: Path) -> int:

@@ -6,6 +6,12 @@ import torch
 from libraspec_sglang.controller.cost_file import Cost, Forward
 from libraspec_sglang.controller.libra import Libra
 from libraspec_sglang.controller.policy import RoundTimes
+from libraspec_sglang.kernels import length_controller
+from libraspec_sglang.kernels import length_controller_reference as reference
+
+
+def twins(values, caps, seconds, tables):
+    return reference.lengths_batch(values, caps, seconds, tables)
 
 
 def decide(libra, confidence, cap):
@@ -213,6 +219,25 @@ class TestLibra:
         widths = [libra.first_drafts(["g", "a"], [0, 24]) for _ in range(60)]
         settled = np.median([w[1] for w in widths])
         assert max(w[1] for w in widths) > settled > 0
+
+    def test_on_a_device_it_decides_the_same(self, monkeypatch):
+        """The twin of the kernel, on calibrated chances, a stepped price and caps."""
+        random = np.random.default_rng(0)
+        libra = Libra(block_size=8, max_length=12, cost=stepped_profile())
+        for _ in range(40):
+            q = random.uniform(0, 1, (3, 12)).astype(np.float32)
+            lengths = decide(libra, q, 12)
+            right = (random.uniform(0, 1, q.shape) < q**2).cumprod(axis=1).sum(axis=1)
+            libra.learn(["a", "b", "c"], q, lengths, np.minimum(lengths, right))
+        caps, drawn = torch.tensor([12, 2, 0]), random.uniform(0.2, 1, (50, 3, 12))
+        confidences = torch.from_numpy(drawn.astype(np.float32))
+        host = [libra.decide(q, caps).tolist() for q in confidences]
+        monkeypatch.setattr(length_controller, "on_device", lambda device: True)
+        with monkeypatch.context() as twin:
+            twin.setattr(length_controller, "lengths_batch", twins)
+            device = [libra.decide(q, caps).tolist() for q in confidences]
+        assert device == host
+        assert len({tuple(lengths) for lengths in host}) > 5
 
     def test_caps_are_each_request_s_own(self):
         libra = Libra(block_size=15, max_length=24)
