@@ -37,6 +37,11 @@ REQUESTS = 8
 BATCH_BLOCK, BATCH_WARPS = 1024, 16
 
 
+def on_device(device: torch.device | str) -> bool:
+    """Whether the kernels decide there, rather than the host (or the twins)."""
+    return INTERPRETED or torch.device(device).type == "cuda"
+
+
 def confidences(
     logits: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +68,7 @@ def confidences(
     ids, chance = (None, None) if out is None else out
     ids = _output(ids, rows, torch.int64, logits)
     chance = _output(chance, rows, torch.float32, logits)
-    if not _on_triton(logits):
+    if not on_device(logits.device):
         for target, result in zip((ids, chance), reference.confidences(logits), strict=True):
             target.copy_(result)
         return ids, chance
@@ -124,7 +129,7 @@ def lengths_algorithm_one(
     if block_size < 1 or max_length < 1:
         raise ValueError(f"block_size {block_size} and max_length {max_length} must be at least 1")
     out = _output(out, rows, torch.int32, confidence)
-    if not _on_triton(confidence):
+    if not on_device(confidence.device):
         lengths = reference.lengths_algorithm_one(confidence, alpha, caps, block_size, max_length)
         return out.copy_(lengths)
     if rows:
@@ -194,7 +199,7 @@ def lengths_batch(
     out = _output(out, rows, torch.int32, values)
     if rows * depth == 0:
         return out.zero_()
-    if not _on_triton(values):
+    if not on_device(values.device):
         return out.copy_(reference.lengths_batch(values, caps, seconds, tables))
     scratch = torch.empty(3 * rows * depth, dtype=torch.int64, device=values.device)
     base, slope = tables or (values, values)  # not read without tables
@@ -206,10 +211,6 @@ def lengths_batch(
         num_warps=BATCH_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-def _on_triton(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda or INTERPRETED
 
 
 def _check(

@@ -49,6 +49,10 @@ class Calibration:
         self._check(confidence)
         return _probability(_floats(confidence), self._base, self._slope)
 
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """(base, slope), float64 [depth, BINS]: p = base + slope * q by position and bin of q."""
+        return self._base, self._slope
+
     def survival(self, confidence: np.ndarray) -> np.ndarray:
         """[bs, D'] probability that a token and all before it are accepted."""
         return np.cumprod(self.probability(confidence), axis=1)

@@ -12,8 +12,9 @@ round spends elsewhere. Each round it decides two things.
    and further apart) to see whether the text has become predictable.
 2. *How many tokens to verify*, after drafting: :func:`batch.allocate` on the calibrated survivals.
 
-Everything is host arithmetic in small compiled loops; the confidences come to the host anyway,
-with the lengths the verification layout needs.
+On a CPU everything is host arithmetic in small compiled loops. On a device the second decision is
+one kernel (:mod:`libraspec_sglang.kernels.length_controller`): confidences stay there, and the host
+sends along what it knows, the calibration's tables and the cost of so many rows.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
+from libraspec_sglang.kernels import length_controller
+
 from .batch import best_lengths
-from .calibration import REFRESH_EVERY, Calibration
+from .calibration import BINS, REFRESH_EVERY, Calibration
 from .compiled import compiled
 from .cost import BatchCost, Elsewhere, Profile
 from .cost_file import Cost, Forward
@@ -169,12 +172,30 @@ class Libra(Policy):
         self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Lengths with the best expected rate; alpha has no part in it."""
+        on_device = length_controller.on_device(confidence.device)
+        if on_device and confidence.numel() <= length_controller.LARGEST_BATCH:
+            return self._decide_on_device(confidence, caps)
         bs, values = len(confidence), confidence.cpu().numpy()
         self._chance = self.calibration.probability(values)
         limits, rows = _limits(values, caps.cpu().numpy())
         spent = self.elsewhere.seconds(bs) + self.draft_cost.drafted(bs, rows)
         lengths = _lengths(self._chance, limits, spent, self.verify_cost.seconds(bs))
         return torch.from_numpy(lengths).to(confidence.device)
+
+    def _decide_on_device(self, confidence: torch.Tensor, caps: torch.Tensor) -> torch.Tensor:
+        """The same where every request drafted D tokens: one transfer, one launch, no waiting."""
+        bs, depth = confidence.shape
+        self._chance = None
+        most = bs * (depth + 1)
+        spent = self.elsewhere.seconds(bs) + self.draft_cost.drafted(bs, most)
+        seconds = spent + self.verify_cost.seconds(bs)[bs : most + 1]
+        base, slope = self.calibration.tables()
+        sent = torch.from_numpy(np.concatenate([base.ravel(), slope.ravel(), seconds]))
+        base, slope, seconds = sent.to(confidence.device, non_blocking=True).split(
+            [base.size, slope.size, seconds.size]
+        )
+        tables = base.view(-1, BINS), slope.view(-1, BINS)
+        return length_controller.lengths_batch(confidence, caps, seconds, tables=tables)
 
     def _settle(self, batch: int, able: int, inside: int, equal: bool) -> None:
         """Choose the widths with the best expected rate over recent survival curves.

@@ -13,6 +13,8 @@ from typing import ClassVar
 
 import torch
 
+from libraspec_sglang.kernels import length_controller
+
 from . import criterion, failfast
 from .cost_file import Cost
 from .failfast import FailFast
@@ -65,11 +67,15 @@ class LibraSpec(Policy):
         return self.width if cap else 0
 
     def decide(self, confidence, caps, alpha):
+        start = min(self.block_size, max(1, self.max_length - 1))
+        if alpha is None:
+            alpha = torch.full(caps.shape, self.alpha, dtype=torch.float64, device=caps.device)
+        if length_controller.on_device(confidence.device):
+            return length_controller.lengths_algorithm_one(
+                confidence, alpha, caps, block_size=start, max_length=self.max_length
+            )
         lengths = criterion.first_lengths(
-            confidence,
-            self.alpha if alpha is None else alpha,
-            block_size=min(self.block_size, max(1, self.max_length - 1)),
-            max_length=self.max_length,
+            confidence, alpha, block_size=start, max_length=self.max_length
         )
         return torch.minimum(lengths, caps)
 

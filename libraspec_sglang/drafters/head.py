@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from libraspec_sglang.kernels import length_controller
+
 
 @dataclass(frozen=True)
 class DraftHead:
@@ -41,24 +43,32 @@ class DraftHead:
             (int64 [n] tokens, float32 [n] probability of each under the drafter, or None).
         """
         logits = self.project(hidden)
-        best, column = logits.max(dim=-1)
+        column, chance = _best(logits, confidence)
         token = self.token_ids[column]
-        mass = torch.logsumexp(logits.float(), dim=-1) if confidence else None
-        if self.group is not None:
-            best, token, mass = self._across_ranks(best, token, mass)
-        if mass is None:
-            return token, None
-        return token, torch.exp(best.float() - mass)
+        if self.group is None:
+            return token, chance
+        return self._across_ranks(logits.gather(-1, column[:, None])[:, 0].float(), token, chance)
 
-    def _across_ranks(self, best: torch.Tensor, token: torch.Tensor, mass: torch.Tensor | None):
+    def _across_ranks(self, best: torch.Tensor, token: torch.Tensor, chance: torch.Tensor | None):
         """The best of all ranks; ties go to the lowest rank, as a full-vocabulary argmax would."""
         gather = self.group.all_gather
-        scores = gather(best.float()[None], dim=0)
+        scores = gather(best[None], dim=0)
         winner = scores.argmax(dim=0, keepdim=True)
         token = gather(token[None], dim=0).gather(0, winner)[0]
-        if mass is not None:
-            mass = torch.logsumexp(gather(mass[None], dim=0), dim=0)
-        return scores.gather(0, winner)[0], token, mass
+        if chance is None:
+            return token, None
+        mass = torch.logsumexp(gather((best - chance.log())[None], dim=0), dim=0)
+        return token, torch.exp(scores.gather(0, winner)[0] - mass)
+
+
+def _best(logits: torch.Tensor, confidence: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(column int64 [n] of each row's largest logit, its float32 probability if wanted)."""
+    if not confidence:
+        return logits.argmax(dim=-1), None
+    if length_controller.on_device(logits.device):
+        return length_controller.confidences(logits)
+    best, column = logits.max(dim=-1)
+    return column, torch.exp(best.float() - torch.logsumexp(logits.float(), dim=-1))
 
 
 def build_head(lm_head: Any, vocab_size: int, hot_ids: list[int] | None, group: Any) -> DraftHead:

@@ -12,7 +12,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -27,6 +26,7 @@ from libraspec_sglang.drafters import checkpoint
 from libraspec_sglang.drafters.base import Proposal, Window
 from libraspec_sglang.drafters.dflash import DFlashDrafter
 from libraspec_sglang.drafters.head import build_head
+from libraspec_sglang.kernels import length_controller
 from libraspec_sglang.observe.trace import RoundClock, TraceWriter
 from libraspec_sglang.verify.accept import Accepted, accept
 from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path
@@ -35,6 +35,7 @@ from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 from . import machine
 from .draft_context import DraftContext
 from .draft_input import LibraSpecDraftInput
+from .outcome import Outcome
 from .target_pass import TargetPass
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ class LibraSpecWorker(DFlashWorkerV2):
         )
         self._policy = self._lengths.policy(machine.cost(self._options, circumstances))
         self._policy.prepare()
+        self._on_device = length_controller.on_device(self.device)
+        # Rounds that overlap with the host's work must not wait for what they brought.
+        self._learns_late = self._on_device and not server_args.disable_overlap_schedule
+        self._unlearnt: Outcome | None = None
         self._trace = self._open_trace(draft.block_size, circumstances)
         waits = self._trace is not None and not self._host_timed
         self._clock = RoundClock(torch.cuda.synchronize if waits else None)
@@ -178,6 +183,9 @@ class LibraSpecWorker(DFlashWorkerV2):
             clock.lap("draft")
             lens = self._decide(proposal, caps, alpha)
             clock.lap("decide")
+        if self._unlearnt is not None and proposal.length:  # the host has just waited for lengths
+            self._unlearnt.teach(self._policy)
+            self._unlearnt = None
 
         rows = verify_rows(lens, self._window_width, window.anchor.device)
         drafted = torch.cat([window.anchor[:, None], proposal.tokens], dim=1)
@@ -270,7 +278,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         for i in path_dependent:
             limits[i] = 0
         end = self._context_len - 1
-        if not window.prefix_lens.is_cuda:
+        if not self._on_device:
             lens = window.prefix_lens.tolist()
             return torch.tensor(
                 [max(0, min(m, end - n)) for m, n in zip(limits, lens, strict=True)]
@@ -283,12 +291,14 @@ class LibraSpecWorker(DFlashWorkerV2):
         bs, most = len(requests), self._window_width - 1
         if self._full_rows:
             return [most] * bs
-        if caps.is_cuda:  # a look at the caps would stall the device; the window bounds them
-            return [self._policy.first_draft(requests, most)] * bs
-        lengths = self._policy.first_drafts(requests, caps.tolist())
+        if self._on_device:  # a look at the caps would stall it; the window bounds them
+            lengths = [self._policy.first_draft(requests, most)] * bs
+        else:
+            lengths = self._policy.first_drafts(requests, caps.tolist())
         if self._tp_group.world_size > 1:
             shared = torch.tensor(lengths)
-            self._broadcast(shared)
+            group = self._tp_group
+            torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
             lengths = shared.tolist()
         return lengths
 
@@ -364,12 +374,11 @@ class LibraSpecWorker(DFlashWorkerV2):
     ) -> None:
         """Tell the policy what the round brought and what it cost."""
         laps, bs = self._clock.laps, len(requests)
-        self._policy.learn(
-            requests,
-            proposal.confidence.cpu().numpy(),
-            np.asarray(rows.lens) - 1,
-            accepted.commit_lens.cpu().numpy() - 1,
-        )
+        outcome = Outcome.of(requests, proposal.confidence, rows.lens, accepted.commit_lens)
+        if not self._learns_late:
+            outcome.teach(self._policy)
+        elif proposal.length:
+            self._unlearnt = outcome
         due = self._clock.rounds % REPORT_EVERY == 0 and self._tp_group.rank_in_group == 0
         if due and (learnt := self._policy.report()):
             logger.info("LibraSpec: after %d rounds: %s", self._clock.rounds, learnt)
@@ -435,7 +444,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         logger.info(
             "LibraSpec active: policy=%s, cost=%s, drafter=DFLASH, block=%d, max_length=%d, "
             "alpha=%s, extension=%s, window=%d, draft_vocabulary=%s, attention=%s, rows=%s, "
-            "device=%s",
+            "controller=%s, device=%s",
             self._policy.name,
             self._prices(),
             self._lengths.block_size,
@@ -446,5 +455,6 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._draft_vocabulary or "all",
             type(self.model_runner.attn_backend).__name__,
             "whole window" if self._full_rows else "ragged",
+            "kernels" if self._on_device else "host",
             self.device,
         )
