@@ -9,8 +9,9 @@ import pytest
 from engines import encode, engine
 
 
-@pytest.mark.parametrize("policy", ["libra", "libraspec"])
-def test_output_is_the_targets_own(policy, tmp_path, prompt_texts, monkeypatch):
+# Interpreted, a draft is so dear that libra, which measures it, only tries one now and then.
+@pytest.mark.parametrize(("policy", "lengths", "tau"), [("libra", 2, 1.0), ("libraspec", 4, 1.3)])
+def test_output_is_the_targets_own(policy, lengths, tau, tmp_path, prompt_texts, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     prompts, trace = encode(prompt_texts)[:3], tmp_path / "trace.jsonl"
     sampling = {"temperature": 0, "max_new_tokens": 24}
@@ -32,5 +33,5 @@ def test_output_is_the_targets_own(policy, tmp_path, prompt_texts, monkeypatch):
     rounds = [json.loads(line) for line in trace.read_text().splitlines()[1:]]
     verified = [rows for r in rounds for rows in r["verified"]]
     gained = [tokens for r in rounds for tokens in r["gained"]]
-    assert len(set(verified)) > 3  # lengths are decided, request by request
-    assert sum(gained) > 1.3 * len(gained)
+    assert len(set(verified)) >= lengths
+    assert sum(gained) > tau * len(gained)

@@ -221,15 +221,19 @@ class TestLibra:
         assert max(w[1] for w in widths) > settled > 0
 
     def test_on_a_device_it_decides_the_same(self, monkeypatch):
-        """The twin of the kernel, on calibrated chances, a stepped price and caps."""
-        random = np.random.default_rng(0)
-        libra = Libra(block_size=8, max_length=12, cost=stepped_profile())
+        """The twin of the kernel, on calibrated chances, a price with a bend and caps."""
+        bent = Cost(
+            version=1, device="d", target="t", drafter="f", measured=True, how="made up",
+            elsewhere=0.1, verify=Forward(rows=[1, 6, 40], seconds=[1.0, 1.1, 6.0]),
+            draft=Forward(rows=[1], seconds=[0.4]),
+        )  # fmt: skip
+        random, libra = np.random.default_rng(0), Libra(block_size=8, max_length=12, cost=bent)
         for _ in range(40):
             q = random.uniform(0, 1, (3, 12)).astype(np.float32)
             lengths = decide(libra, q, 12)
             right = (random.uniform(0, 1, q.shape) < q**2).cumprod(axis=1).sum(axis=1)
             libra.learn(["a", "b", "c"], q, lengths, np.minimum(lengths, right))
-        caps, drawn = torch.tensor([12, 2, 0]), random.uniform(0.2, 1, (50, 3, 12))
+        caps, drawn = torch.tensor([12, 12, 2]), random.uniform(0, 1, (50, 3, 12)) ** 0.5
         confidences = torch.from_numpy(drawn.astype(np.float32))
         host = [libra.decide(q, caps).tolist() for q in confidences]
         monkeypatch.setattr(length_controller, "on_device", lambda device: True)
