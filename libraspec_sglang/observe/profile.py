@@ -29,8 +29,10 @@ from libraspec_sglang.demo.runner import Batch, EngineProcess
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafted tokens verified per request, up to the longest that is asked for."""
-ROUNDS, LEAST_ROUNDS = 16, 5
-"""Rounds of a cell, about; and rounds of one shape that make a point."""
+ROUNDS, FEWER_ROUNDS, LEAST_ROUNDS = 16, 10, 5
+"""Rounds of a cell, about; of one that takes long; and rounds of one shape that make a point."""
+CELL_SECONDS = 3.0
+"""What a cell may take before it gets fewer rounds."""
 VERSIONS = ("libraspec-sglang", "sglang", "torch", "flashinfer-python")
 
 Point = tuple[int, int, int, float]
@@ -104,13 +106,15 @@ def measure(
             bar.update()
         largest = Cell(max(batches), 2, contexts[0])
         _run(process, largest, ROUNDS, prompts)  # memory touched, not counted
+        pace = 0.0  # seconds of the last cell's rounds
         warm = _lines(trace)
         gained = {0: 1.0}  # tokens a round, by length
         for cell in tqdm(cells, desc="timing rounds", disable=quiet, file=sys.stderr):
             near = max(length for length in gained if length <= cell.length)
             expected = gained[near] if near == cell.length else gained[near] + 1.0
-            tokens = 1 + round(ROUNDS * min(expected, cell.length + 1))
-            gained[cell.length] = _run(process, cell, tokens, prompts)
+            about = max(FEWER_ROUNDS, min(ROUNDS, round(CELL_SECONDS / max(pace, 1e-3))))
+            tokens = 1 + round(about * min(expected, cell.length + 1))
+            pace, gained[cell.length] = _run(process, cell, tokens, prompts)
     with trace.open() as stream:
         header = json.loads(next(stream))
         rounds = [json.loads(line) for number, line in enumerate(stream, 2) if number > warm]
@@ -119,8 +123,8 @@ def measure(
 
 def _run(
     process: EngineProcess, cell: Cell, tokens: int, prompts: Sequence[Sequence[int]]
-) -> float:
-    """Answers of ``tokens`` tokens in a cell; returns the tokens a round brought.
+) -> tuple[float, float]:
+    """Answers of ``tokens`` tokens in a cell; returns (seconds a round, tokens a round brought).
 
     Every request has a prompt of its own (and finds it in the radix cache when another length had
     it before).
@@ -141,7 +145,8 @@ def _run(
         if "error" in answer:
             raise ProfileError(f"batch {cell.batch}, context {cell.context}: {answer['error']}")
     batch = Batch.of(seconds, answers)
-    return sum(len(o) - 1 for o in batch.outputs) / max(sum(batch.rounds), 1)
+    decoded, rounds = sum(len(o) - 1 for o in batch.outputs), max(sum(batch.rounds), 1)
+    return seconds * cell.batch / rounds, decoded / rounds
 
 
 def _lines(path: Path) -> int:
