@@ -91,11 +91,11 @@ class Options(BaseModel):
         "up to --libraspec-max-length. FailFast's own default.",
     )
     extension: ExtensionName = Field(
-        "wide",
-        description="Where tokens past the first block come from: 'wide' drafts d_max tokens in "
-        "one pass, 'block' drafts one block and a further one, conditioned on the drafted "
-        "tokens, only when the controller asks for it. Policies 'libraspec' and 'failfast' (whose "
-        "block is the increment) only; 'libra' chooses the width of its one pass itself.",
+        "block",
+        description="Where tokens past the first block come from: 'block' drafts one block, as the "
+        "drafter was trained to, and a further one, conditioned on the drafted tokens, only when "
+        "the controller asks for it; 'wide' drafts d_max tokens in one pass. Policies 'libraspec' "
+        "and 'failfast' only; 'libra' chooses the width of its one pass itself.",
     )
     cost: str | None = Field(
         None,

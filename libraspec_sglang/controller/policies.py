@@ -101,7 +101,7 @@ def build(
         alpha: T / (tau c), of ``libraspec``.
         static_length: length of ``static``.
         wide: ``libraspec`` and ``failfast`` draft ``max_length`` tokens in the first pass instead
-            of one block or increment.
+            of one block (or one increment, if that is longer).
         threshold: tau of ``failfast``.
         increment: N of ``failfast``.
         cost: what rounds cost here, of ``libra``.
@@ -115,7 +115,7 @@ def build(
             block_size, max_length, alpha, max_length if wide else min(block_size, max_length)
         )
     if name == "failfast":
-        width = max_length if wide else min(increment, max_length)
+        width = max_length if wide else min(max(increment, block_size), max_length)
         return FailFast(increment, threshold, max_length, width)
     if name == "gemma":
         return Gemma(block_size, max_length)

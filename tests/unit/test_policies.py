@@ -120,16 +120,18 @@ class TestOptions:
     def test_they_reach_the_policy(self):
         policy = self.plan(policy="failfast", threshold=0.3, increment=4).policy()
         assert (policy.threshold, policy.increment, policy.max_length) == (0.3, 4, 24)
-        assert policy.first_draft("a", 24) == 24
-        block = self.plan(policy="failfast", increment=4, extension="block").policy()
-        assert block.first_draft("a", 24) == 4
+        assert policy.first_draft("a", 24) == 15
+        longer = self.plan(policy="failfast", increment=20).policy()
+        assert longer.first_draft("a", 24) == 20
+        wide = self.plan(policy="failfast", increment=4, extension="wide").policy()
+        assert wide.first_draft("a", 24) == 24
         assert self.plan(policy="gemma", max_length=9).policy().first_draft(["a"], 9) == 9
 
     def test_defaults_are_published_ones(self):
         policy = self.plan(policy="failfast").policy()
         assert (policy.increment, policy.threshold) == (10, 0.45)
-        given = {"block_size": 15, "max_length": 24, "alpha": 2.2, "static_length": 7, "wide": True}
-        assert policies.build("failfast", **given) == policy
+        given = {"block_size": 15, "max_length": 24, "alpha": 2.2, "static_length": 7}
+        assert policies.build("failfast", wide=False, **given) == policy
 
     def test_window_holds_the_longest_length(self):
         assert self.plan(policy="gemma").window == 25
