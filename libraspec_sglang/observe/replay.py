@@ -171,6 +171,7 @@ class Setting:
         if name == UNPROFILED:
             name, cost = "libra", None
         given = {"policy": name, "alpha": self.alpha, "max_length": self.max_length}
+        given["extension"] = "wide"  # a trace holds what one pass drafted
         if colon:
             given[PARAMETER[name]] = value
         try:
