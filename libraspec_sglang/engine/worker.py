@@ -32,7 +32,7 @@ from libraspec_sglang.verify.accept import Accepted, accept
 from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 
-from . import machine
+from . import limits, machine
 from .draft_context import DraftContext
 from .draft_input import LibraSpecDraftInput
 from .outcome import Outcome
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY = 4096
 """Rounds between two log lines of what a policy has learnt."""
-_DEFAULTS = options.RequestOptions()
 
 
 class LibraSpecWorker(DFlashWorkerV2):
@@ -163,17 +162,21 @@ class LibraSpecWorker(DFlashWorkerV2):
         batch.spec_info.count_penalties()
         penalties = batch.spec_info.penalties  # the target forward puts its own input there
         window, kv_plan = self._open_window(batch)
-        # Parsed when the request came in; SGLang's own requests may not have passed there.
-        own = [getattr(r, "libraspec", _DEFAULTS) for r in batch.reqs]
         path_dependent = [i for i, r in enumerate(batch.reqs) if depends_on_path(r)]
-        caps = self._caps(batch, window, own, path_dependent)
+        caps = limits.caps(
+            batch.reqs,
+            path_dependent,
+            window,
+            context_len=self._context_len,
+            on_host=not self._on_device,
+        )
         requests = [r.rid for r in batch.reqs]
         lengths = self._first_drafts(requests, caps)
         clock.lap("window")
 
         proposal = self._propose(batch, window, kv_plan, lengths)
         clock.lap("draft")
-        alpha = self._alpha(own, window.anchor.device)
+        alpha = limits.alpha(batch.reqs, self._options.alpha, window.anchor.device)
         lens = self._decide(proposal, caps, alpha)
         clock.lap("decide")
         if max(lens) > proposal.length + 1:
@@ -263,29 +266,6 @@ class LibraSpecWorker(DFlashWorkerV2):
         positions.clamp_(max=self._context_len - 1)
         return Window(batch.spec_info.bonus_tokens, prefix, positions), kv_plan
 
-    def _caps(self, batch, window: Window, own, path_dependent: list[int]) -> torch.Tensor:
-        """int64 [bs]: drafted tokens a request may verify at most.
-
-        The window, the request's own wish, the tokens it may still produce and the context that
-        is left; none at all for a request whose logits depend on the path.
-        """
-        most = self._window_width - 1
-        limits = []
-        for request, wish in zip(batch.reqs, own, strict=True):
-            left = request.sampling_params.max_new_tokens - len(request.output_ids) - 1
-            own_most = most if wish.max_length is None else wish.max_length
-            limits.append(max(0, min(most, left, own_most)))
-        for i in path_dependent:
-            limits[i] = 0
-        end = self._context_len - 1
-        if not self._on_device:
-            lens = window.prefix_lens.tolist()
-            return torch.tensor(
-                [max(0, min(m, end - n)) for m, n in zip(limits, lens, strict=True)]
-            )
-        caps = torch.tensor(limits).to(window.prefix_lens.device)
-        return torch.minimum(caps, end - window.prefix_lens).clamp_(min=0)
-
     def _first_drafts(self, requests: list[str], caps: torch.Tensor) -> list[int]:
         """Tokens the first pass drafts per request; the same on every rank."""
         bs, most = len(requests), self._window_width - 1
@@ -309,12 +289,6 @@ class LibraSpecWorker(DFlashWorkerV2):
         self._draft_context.flush()
         want = self._policy.needs_confidence or self._trace is not None
         return self._drafter.propose(batch, window, kv_plan, lengths, confidence=want)
-
-    def _alpha(self, own, device) -> torch.Tensor | None:
-        if all(wish.alpha is None for wish in own):
-            return None
-        values = [self._options.alpha if wish.alpha is None else wish.alpha for wish in own]
-        return torch.tensor(values, dtype=torch.float64, device=device)
 
     def _decide(self, proposal: Proposal, caps: torch.Tensor, alpha) -> list[int]:
         """Rows each request verifies, anchor included, as the layout needs them: on the host."""
