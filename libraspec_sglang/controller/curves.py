@@ -117,6 +117,9 @@ def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
 
     For every width the best threshold on survival: tokens above it are verified. Positions are
     added width by width, survivals sorted into buckets, so all widths take one pass over them.
+
+    Rounds that verify nothing are apart from those that do: they cost what plain decoding costs,
+    often much less than a row more, which the mean of both would hide.
     """
     depth = curves.shape[2]
     curves, count = _younger(curves, taken)
@@ -128,6 +131,7 @@ def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
 
     share = members / np.maximum(count[source], 1)
     gain, paid = np.zeros((2, BUCKETS)), np.zeros(BUCKETS)
+    first = np.zeros((2, BUCKETS))  # share of a kind's drafts whose first token is there
     factor = np.ones(2)
     others = float(batch)  # rows of the draft that are not varied
     for kind in range(2):
@@ -137,6 +141,8 @@ def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
             known = curves[source[kind], : count[source[kind]]]
             for position in range(widths[kind]):
                 _sort_in(known[:, position], share[kind], gain[kind], paid)
+                if position == 0:
+                    first[kind] = _shares(known[:, 0])
     rates = np.empty(depth + 1)
     for width in range(depth + 1):
         for kind in range(2):
@@ -145,18 +151,25 @@ def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
                 known = curves[source[kind], : count[source[kind]]]
                 if width > 0:
                     _sort_in(known[:, width - 1], share[kind], gain[kind], paid)
+                if width == 1:
+                    first[kind] = _shares(known[:, 0])
         rows = others + width * (members * varied).sum()
         spent = fixed + (draft[int(rows)] if rows > batch else 0.0)
         tokens = batch - members.sum() + (members * factor).sum()
         verified = float(batch)
         best = tokens / (spent + verify[batch])
+        rest = np.ones(2)  # share of a kind's requests that verify nothing
         for place in range(BUCKETS - 1, -1, -1):
             if paid[place] == 0.0:
                 continue
             tokens += gain[0, place] * factor[0] + gain[1, place] * factor[1]
             verified += paid[place]
-            below = min(int(verified), len(verify) - 2)
-            seconds = verify[below] + (verified - below) * (verify[below + 1] - verify[below])
+            rest = np.maximum(rest - first[:, place], 0.0)
+            idle = rest[0] ** members[0] * rest[1] ** members[1]  # that all of them do
+            some = batch + (verified - batch) / max(1.0 - idle, 1e-9)  # rows where one does not
+            below = min(int(some), len(verify) - 2)
+            seconds = verify[below] + (some - below) * (verify[below + 1] - verify[below])
+            seconds = idle * verify[batch] + (1.0 - idle) * seconds
             best = max(best, tokens / (spent + seconds))
         rates[width] = best
     return rates
@@ -169,6 +182,15 @@ def _sort_in(survivals, share, gain, paid):
         place = min(int(survival * BUCKETS), BUCKETS - 1)
         gain[place] += share * survival
         paid[place] += share
+
+
+@compiled
+def _shares(survivals):
+    """[BUCKETS] shares of the survivals by bucket."""
+    shares = np.zeros(BUCKETS)
+    for survival in survivals:
+        shares[min(int(survival * BUCKETS), BUCKETS - 1)] += 1.0 / len(survivals)
+    return shares
 
 
 @compiled

@@ -24,6 +24,23 @@ def test_a_request_that_cannot_draft_counts_its_own_token_only():
     assert rates == pytest.approx([3 / 1.0, 4 / 1.4, 5 / 1.5])
 
 
+def test_rounds_that_verify_nothing_are_paid_as_plain_ones():
+    """Half of the drafts are sure, half hopeless, and a row beyond plain decoding doubles it."""
+    memory = Curves(2)
+    for chance in [np.ones((1, 2)), np.full((1, 2), 1e-6)] * 21:
+        memory.take(["a"], chance, chance, accepted=np.array([0]))
+    rates = memory.rates(
+        batch=1,
+        members=np.array([1, 0]),
+        widths=np.array([0, 0]),
+        varied=np.array([True, False]),
+        fixed=0.0,
+        verify=np.array([0.0, 1.0, 2.0, 2.0]),
+        draft=np.array([0.0, 0.0, 0.1, 0.1]),
+    )
+    assert rates == pytest.approx([1 / 1.0, 1.5 / 1.6, 2 / 1.6], rel=1e-4)
+
+
 def test_what_a_narrow_draft_leaves_counts_only_where_rounds_go_on_better():
     """Spans of exactly 5: one round of width 5, three of width 1, half of it taken as true."""
     span = np.array([1.0] * 5 + [0.0] * 3)
