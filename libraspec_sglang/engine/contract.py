@@ -88,6 +88,7 @@ FUNCTIONS = {
     "sglang.srt.managers.overlap_utils:FutureMap.__init__": (),
     "sglang.srt.managers.scheduler:validate_dflash_request": ("req", "enable_overlap"),
     "sglang.srt.runtime_context:attn_dp_enabled_of": ("cfg",),
+    "sglang.srt.runtime_context:get_exec": (),
     "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
     "sglang.srt.server_args:ServerArgs.from_cli_args": ("args",),
     "sglang.srt.server_args:ServerArgs.resolve_once": (),

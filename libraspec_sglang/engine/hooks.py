@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from sglang.srt.runtime_context import get_exec
+
 from libraspec_sglang import options
 
 from . import algorithm
@@ -69,6 +71,11 @@ def validate_request(original, req, *args, **kwargs) -> str | None:
         return "LIBRASPEC does not return hidden states; send return_hidden_states=false"
     if req.return_sampling_mask:
         return "LIBRASPEC does not return sampling masks; send return_sampling_mask=false"
+    if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        return (
+            "min_p does not go with --enable-deterministic-inference: SGLang's sampler takes no "
+            "seed with it and would end the server; leave one of the two out"
+        )
     return original(req, *args, **kwargs)
 
 

@@ -99,8 +99,13 @@ def answers(tmp_path_factory):
         with engine(
             logs, name, algorithm=algorithm, enable_deterministic_inference=True, **given
         ) as process:
+            if algorithm:
+                out["refused"] = process.ask([MIN_P], concurrency=1)[1]
             out[name] = [_seeded(process, concurrency) for concurrency in (1, 8)]
     return out
+
+
+MIN_P = {"input_ids": [1, 2], "sampling_params": {"temperature": 0.9, "min_p": 0.1}}
 
 
 def _seeded(process, concurrency):
@@ -145,6 +150,11 @@ def test_the_statistic_notices_a_wrong_distribution(answers):
     truth = expected(SETTINGS["temperature 1"])
     truth[:, tiny.FAVOURITE] /= 1.25
     assert fits(table, truth / truth.sum(1, keepdims=True)) < SIGNIFICANCE
+
+
+def test_what_sglang_cannot_sample_with_a_seed_is_refused_and_the_server_goes_on(answers):
+    assert "min_p does not go with" in str(answers["refused"])
+    assert all(answers["speculative seeded"])
 
 
 def test_a_seed_reproduces_the_answer_with_and_without_speculation(answers):
