@@ -72,6 +72,7 @@ def validate_request(original, req, *args, **kwargs) -> str | None:
     if req.return_sampling_mask:
         return "LIBRASPEC does not return sampling masks; send return_sampling_mask=false"
     if req.sampling_params.min_p > 0 and get_exec().deterministic.enable_deterministic_inference:
+        req.sampling_params.min_p = 0.0  # a refused request still passes through the sampler once
         return (
             "min_p does not go with --enable-deterministic-inference: SGLang's sampler takes no "
             "seed with it and would end the server; leave one of the two out"
