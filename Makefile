@@ -26,7 +26,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	@echo "Installing SGLang and what it pulls in (11 GB, about 3 minutes)"
+	@echo "Installing SGLang and what it pulls in (11 GB, 3 to 8 minutes)"
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	touch $@
 
