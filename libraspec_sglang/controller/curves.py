@@ -140,9 +140,7 @@ def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
             factor[kind] = later[kind, widths[kind]]
             known = curves[source[kind], : count[source[kind]]]
             for position in range(widths[kind]):
-                _sort_in(known[:, position], share[kind], gain[kind], paid)
-                if position == 0:
-                    first[kind] = _shares(known[:, 0])
+                _sort_in(known, position, share[kind], gain[kind], paid, first[kind])
     rates = np.empty(depth + 1)
     for width in range(depth + 1):
         for kind in range(2):
@@ -150,9 +148,7 @@ def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
                 factor[kind] = later[kind, width]
                 known = curves[source[kind], : count[source[kind]]]
                 if width > 0:
-                    _sort_in(known[:, width - 1], share[kind], gain[kind], paid)
-                if width == 1:
-                    first[kind] = _shares(known[:, 0])
+                    _sort_in(known, width - 1, share[kind], gain[kind], paid, first[kind])
         rows = others + width * (members * varied).sum()
         spent = fixed + (draft[int(rows)] if rows > batch else 0.0)
         tokens = batch - members.sum() + (members * factor).sum()
@@ -176,21 +172,17 @@ def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
 
 
 @compiled
-def _sort_in(survivals, share, gain, paid):
-    """Add a position to the buckets: ``share`` of a token for each survival."""
-    for survival in survivals:
+def _sort_in(curves, position, share, gain, paid, first):
+    """Add a position of the curves to the buckets: ``share`` of a token for each curve.
+
+    ``first`` takes the first position alone, as shares of the curves.
+    """
+    for survival in curves[:, position]:
         place = min(int(survival * BUCKETS), BUCKETS - 1)
         gain[place] += share * survival
         paid[place] += share
-
-
-@compiled
-def _shares(survivals):
-    """[BUCKETS] shares of the survivals by bucket."""
-    shares = np.zeros(BUCKETS)
-    for survival in survivals:
-        shares[min(int(survival * BUCKETS), BUCKETS - 1)] += 1.0 / len(survivals)
-    return shares
+        if position == 0:
+            first[place] += 1.0 / len(curves)
 
 
 @compiled

@@ -68,14 +68,17 @@ class LibraSpec(Policy):
 
     def decide(self, confidence, caps, alpha):
         start = min(self.block_size, max(1, self.max_length - 1))
-        if alpha is None:
-            alpha = torch.full(caps.shape, self.alpha, dtype=torch.float64, device=caps.device)
         if length_controller.on_device(confidence.device):
+            if alpha is None:
+                alpha = torch.full(caps.shape, self.alpha, dtype=torch.float64, device=caps.device)
             return length_controller.lengths_algorithm_one(
                 confidence, alpha, caps, block_size=start, max_length=self.max_length
             )
         lengths = criterion.first_lengths(
-            confidence, alpha, block_size=start, max_length=self.max_length
+            confidence,
+            self.alpha if alpha is None else alpha,
+            block_size=start,
+            max_length=self.max_length,
         )
         return torch.minimum(lengths, caps)
 

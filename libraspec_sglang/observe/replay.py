@@ -170,8 +170,12 @@ class Setting:
             raise ReplayError(f"policy {spec!r}: {name} takes no value")
         if name == UNPROFILED:
             name, cost = "libra", None
-        given = {"policy": name, "alpha": self.alpha, "max_length": self.max_length}
-        given["extension"] = "wide"  # a trace holds what one pass drafted
+        given = {
+            "policy": name,
+            "alpha": self.alpha,
+            "max_length": self.max_length,
+            "extension": "wide",  # a trace holds what one pass drafted
+        }
         if colon:
             given[PARAMETER[name]] = value
         try:

@@ -1,4 +1,4 @@
-"""The worker as it runs on a device: kernels confide and decide, outcomes come a round late.
+"""The worker as it runs on a device: kernels draft and decide, outcomes come a round late.
 
 Triton's interpreter stands in for the device, so the code path is the real one.
 """

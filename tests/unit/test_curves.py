@@ -7,21 +7,26 @@ from libraspec_sglang.controller import curves
 from libraspec_sglang.controller.curves import Curves
 
 
+def rates(memory, batch, fixed, verify, draft):
+    """Of widths 0..depth, where one request is able to draft, not inside anything predictable."""
+    return memory.rates(
+        batch=batch,
+        members=np.array([1, 0]),
+        widths=np.array([0, 0]),
+        varied=np.array([True, False]),
+        fixed=fixed,
+        verify=verify,
+        draft=draft,
+    )
+
+
 def test_a_request_that_cannot_draft_counts_its_own_token_only():
     """One request of three drafts, surely accepted; a round takes 1 s + 0.1 s a drafted row."""
     memory, sure = Curves(2), np.ones((1, 2))
     for _ in range(20):
         memory.take(["a"], sure, sure, accepted=np.array([0]))
-    rates = memory.rates(
-        batch=3,
-        members=np.array([1, 0]),
-        widths=np.array([0, 0]),
-        varied=np.array([True, False]),
-        fixed=0.5,
-        verify=np.full(10, 0.5),
-        draft=0.1 * np.arange(10),
-    )
-    assert rates == pytest.approx([3 / 1.0, 4 / 1.4, 5 / 1.5])
+    got = rates(memory, 3, fixed=0.5, verify=np.full(10, 0.5), draft=0.1 * np.arange(10))
+    assert got == pytest.approx([3 / 1.0, 4 / 1.4, 5 / 1.5])
 
 
 def test_rounds_that_verify_nothing_are_paid_as_plain_ones():
@@ -29,16 +34,9 @@ def test_rounds_that_verify_nothing_are_paid_as_plain_ones():
     memory = Curves(2)
     for chance in [np.ones((1, 2)), np.full((1, 2), 1e-6)] * 21:
         memory.take(["a"], chance, chance, accepted=np.array([0]))
-    rates = memory.rates(
-        batch=1,
-        members=np.array([1, 0]),
-        widths=np.array([0, 0]),
-        varied=np.array([True, False]),
-        fixed=0.0,
-        verify=np.array([0.0, 1.0, 2.0, 2.0]),
-        draft=np.array([0.0, 0.0, 0.1, 0.1]),
-    )
-    assert rates == pytest.approx([1 / 1.0, 1.5 / 1.6, 2 / 1.6], rel=1e-4)
+    verify, draft = np.array([0.0, 1.0, 2.0, 2.0]), np.array([0.0, 0.0, 0.1, 0.1])
+    got = rates(memory, 1, fixed=0.0, verify=verify, draft=draft)
+    assert got == pytest.approx([1 / 1.0, 1.5 / 1.6, 2 / 1.6], rel=1e-4)
 
 
 def test_what_a_narrow_draft_leaves_counts_only_where_rounds_go_on_better():
