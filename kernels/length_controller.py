@@ -37,9 +37,9 @@ REQUESTS = 8
 BATCH_BLOCK, BATCH_WARPS = 1024, 16
 
 
-def on_device(device: torch.device | str) -> bool:
+def on_device(device: torch.device) -> bool:
     """Whether the kernels decide there, rather than the host (or the twins)."""
-    return INTERPRETED or torch.device(device).type == "cuda"
+    return INTERPRETED or device.type == "cuda"
 
 
 def confidences(

@@ -170,22 +170,29 @@ class BatchCost:
 
     def seconds(self, batch: int) -> np.ndarray:
         """float64 [batch (depth + 1) + 1]: seconds by rows, what is not a round's rows included."""
+        shape, start, slope, plain = self.curve(batch)
+        seconds = start + slope * shape
+        seconds[batch] = plain
+        return seconds
+
+    def curve(self, batch: int) -> tuple[np.ndarray, float, float, float]:
+        """(x by rows [batch (depth + 1) + 1], start, slope, seconds of plain decoding).
+
+        Rows beyond plain decoding's take start + slope * x[rows].
+        """
         start, slope = self._line(batch)
-        seconds = start + slope * self._shape(batch)
+        shape = self._shape(batch)
+        seconds = start + slope * float(shape[batch])
         plain = self._plain.get(batch)
         if plain is not None and plain.rounds:
-            seconds[batch] = plain.mean()[1]
+            seconds = plain.mean()[1]
         elif (near := self._nearest(batch, self._plain, 1)) is not None:
             near_start, near_slope = self._line(near)
             x, mean = self._plain[near].mean()
-            seconds[batch] *= mean / max(near_start + near_slope * x, 1e-12)
-        seconds[batch] = seconds[batch : batch + 2].min()  # a row more is never cheaper
-        return seconds
-
-    def drafted(self, batch: int, rows: int) -> float:
-        """``seconds(batch)[rows]`` where rows are more than plain decoding's."""
-        start, slope = self._line(batch)
-        return start + slope * float(self._shape(batch)[rows])
+            seconds *= mean / max(near_start + near_slope * x, 1e-12)
+        if self._depth:  # a row more is never cheaper
+            seconds = min(seconds, start + slope * float(shape[batch + 1]))
+        return shape, start, slope, seconds
 
     def _line(self, batch: int) -> tuple[float, float]:
         near = self._nearest(batch, self._drafted, self.ENOUGH)

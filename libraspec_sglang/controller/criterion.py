@@ -12,7 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from .compiled import compiled
+
+FAR = 1e9
+"""Beyond any length, and far below what an integer holds."""
 
 
 def expected_accepted(p: Sequence[float] | torch.Tensor) -> torch.Tensor:
@@ -129,29 +135,6 @@ def algorithm_one(
     return length, blocks
 
 
-def bounds_by_length(confidences: torch.Tensor, alpha: torch.Tensor | float) -> torch.Tensor:
-    """min_i eps_i for every length at once.
-
-    Args:
-        confidences: [bs, D]; NaN counts as no confidence, values are clamped to [0, 1].
-        alpha: scalar or [bs].
-
-    Returns:
-        int64 [bs, D]: column d-1 is min over i <= d of eps_i when the draft has d tokens.
-    """
-    width = confidences.shape[1]
-    q = torch.nan_to_num(confidences.to(torch.float64), nan=0.0).clamp_(0.0, 1.0)
-    upper = torch.ones((width, width), dtype=torch.bool, device=q.device).triu_()
-    # run[i, j] = prod_{k=i..j} q_k, sums[i, d] = sum_{j=i..d} run[i, j]
-    run = torch.where(upper, q[:, None, :], 1.0).cumprod(dim=2)
-    sums = run.mul_(upper).cumsum(dim=2)
-    weight = torch.as_tensor(alpha, dtype=torch.float64, device=q.device).reshape(-1, 1, 1)
-    start = torch.arange(1, width + 1, device=q.device)[:, None]
-    # Far beyond any length, and far below what an integer holds.
-    eps = (sums * weight).clamp_(max=1e9).floor_().to(torch.int64) + start
-    return eps.masked_fill_(~upper, torch.iinfo(torch.int64).max).amin(dim=1)
-
-
 def first_lengths(
     confidences: torch.Tensor,
     alpha: torch.Tensor | float,
@@ -159,13 +142,14 @@ def first_lengths(
     block_size: int,
     max_length: int,
 ) -> torch.Tensor:
-    """Algorithm 1 for a batch, on the device, as far as the given confidences reach.
+    """Algorithm 1 for a batch on the host, as far as the given confidences reach.
 
     Follows d -> min_i eps_i from d = block_size. A request whose next length lies beyond the
     D tokens drafted so far stays at that wish, so a result above D means "draft further".
 
     Args:
-        confidences: [bs, D], D >= min(block_size, max_length).
+        confidences: [bs, D], D >= min(block_size, max_length); NaN counts as no confidence,
+            values are clamped to [0, 1].
         alpha: scalar or [bs].
         block_size: n.
         max_length: d_max.
@@ -173,28 +157,38 @@ def first_lengths(
     Returns:
         int64 [bs] lengths in 1..max_length.
     """
-    _check(block_size, max_length, float(torch.as_tensor(alpha).min()))
-    width = confidences.shape[1]
-    length = torch.full(
-        (confidences.shape[0],),
-        min(block_size, max_length),
-        dtype=torch.int64,
-        device=confidences.device,
-    )
-    if block_size >= max_length:
-        return length
-    bounds = bounds_by_length(confidences, alpha).clamp_(max=max_length)
-    growing = torch.ones_like(length, dtype=torch.bool)
-    # Each pass extends by at least one token or stops, so the count is bounded by the lengths
-    # that can be looked up.
-    for _ in range(min(width, max_length) - block_size + 1):
-        known = growing & (length <= width)
-        bound = bounds.gather(1, (length - 1).clamp(max=width - 1)[:, None])[:, 0]
-        growing = known & (bound > length) & (bound < max_length)
-        length = torch.where(known, bound, length)
-        if not length.is_cuda and not growing.any():
-            break  # an early way out where looking does not stall a device
-    return length
+    q = confidences.cpu().to(torch.float64).numpy()
+    weights = np.broadcast_to(np.asarray(alpha, dtype=np.float64), len(q))
+    _check(block_size, max_length, weights.min(initial=math.inf))
+    return torch.from_numpy(_first_lengths(q, weights, min(block_size, max_length), max_length))
+
+
+@compiled
+def _first_lengths(confidences, alpha, start, max_length):
+    """Sums are taken as they are defined, from i upwards, as the kernel takes them."""
+    requests, width = confidences.shape
+    lengths = np.empty(requests, dtype=np.int64)
+    q = np.empty(width)
+    for request in range(requests):
+        for k in range(width):
+            value = confidences[request, k]
+            q[k] = min(value, 1.0) if value > 0.0 else 0.0  # NaN too
+        length = start
+        while length < max_length and length <= width:
+            bound = max_length
+            for i in range(length):
+                product, total = 1.0, 0.0
+                for j in range(i, length):
+                    product *= q[j]
+                    total += product
+                worth = min(alpha[request] * total, FAR)
+                bound = min(bound, math.floor(worth) + i + 1)
+            grows = bound > length
+            length = bound
+            if not grows:
+                break
+        lengths[request] = length
+    return lengths
 
 
 def _probability(value: float) -> float:

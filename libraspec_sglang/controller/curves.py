@@ -20,6 +20,9 @@ UNSEEN = 0.9
 """Chance of acceptance assumed for positions no draft has reached yet."""
 BUCKETS = 64
 """Steps of survival in which a width's expected rate is searched for its best threshold."""
+FIRST_ROUNDS, REFRESH_EVERY = 16, 8
+"""Rounds that come into force at once, and how many together later on; one says little then."""
+UNDRAFTED = -1
 PACE = 0.2
 """How fast the chances beyond a draft follow what deeper drafts showed."""
 CONTINUED = 0.5
@@ -44,6 +47,8 @@ class Curves:
         self._curves = np.zeros((2, CURVES, depth))
         self._taken = np.zeros(2, dtype=np.int64)  # curves ever taken; the oldest make way
         self._curves[0, 0], self._taken[0] = np.cumprod(self._beyond[0]), 1  # to start from
+        self._rounds = 0
+        self._tables = _fold(self._curves, self._taken)
 
     def kinds(self, requests: Sequence[Hashable]) -> list[int]:
         """The kind of each request's next round."""
@@ -70,9 +75,7 @@ class Curves:
             verify: [N (D + 1) + 1] seconds of the target's forward by rows.
             draft: the same of the drafter's pass.
         """
-        return _rates(
-            self._curves, self._taken, batch, members, widths, varied, fixed, verify, draft
-        )
+        return _rates(*self._tables, batch, members, widths, varied, fixed, verify, draft)
 
     def take(
         self,
@@ -85,18 +88,20 @@ class Curves:
 
         A request drafted as many tokens as have a confidence.
         """
-        kinds = np.array(self.kinds(requests))
-        drafted = _take(confidence, chance, kinds, self._beyond, self._curves, self._taken)
-        for request, tokens, taken in zip(
-            requests, drafted.tolist(), accepted.tolist(), strict=True
-        ):
-            if not tokens:
-                continue
-            self._inside.pop(request, None)
-            if taken >= tokens:
+        kinds = self.kinds(requests)
+        states = _take(
+            confidence, chance, accepted, np.array(kinds), self._beyond, self._curves, self._taken
+        )
+        for request, was, now in zip(requests, kinds, states.tolist(), strict=True):
+            if was and now != UNDRAFTED:
+                del self._inside[request]
+            if now == 1:  # the latest last
                 self._inside[request] = None
         while len(self._inside) > REQUESTS_REMEMBERED:
             del self._inside[next(iter(self._inside))]
+        self._rounds += 1
+        if self._rounds < FIRST_ROUNDS or self._rounds % REFRESH_EVERY == 0:
+            self._tables = _fold(self._curves, self._taken)
 
 
 @compiled
@@ -112,89 +117,103 @@ def tokens_drafted(confidence):
 
 
 @compiled
-def _rates(curves, taken, batch, members, widths, varied, fixed, verify, draft):
-    """See :meth:`Curves.rates`.
+def _rates(gain, paid, later, batch, members, widths, varied, fixed, verify, draft):
+    """See :meth:`Curves.rates`; tables of :func:`_fold`.
 
     For every width the best threshold on survival: tokens above it are verified. Positions are
-    added width by width, survivals sorted into buckets, so all widths take one pass over them.
-
-    Rounds that verify nothing are apart from those that do: they cost what plain decoding costs,
-    often much less than a row more, which the mean of both would hide.
+    added width by width, so all widths take one pass over the tables.
     """
-    depth = curves.shape[2]
-    curves, count = _younger(curves, taken)
-    later = _taken_later(curves, count)
-    source = np.array([0, 1])  # whose curves stand for a kind
-    for kind in range(2):
-        if count[kind] < ENOUGH_CURVES and count[1 - kind] > count[kind]:
-            source[kind] = 1 - kind
-
-    share = members / np.maximum(count[source], 1)
-    gain, paid = np.zeros((2, BUCKETS)), np.zeros(BUCKETS)
-    first = np.zeros((2, BUCKETS))  # share of a kind's drafts whose first token is there
+    depth = gain.shape[1]
+    tokens, rows = np.zeros((2, BUCKETS)), np.zeros((2, BUCKETS))  # a request of the kind
     factor = np.ones(2)
     others = float(batch)  # rows of the draft that are not varied
     for kind in range(2):
         if members[kind] and not varied[kind]:
             others += members[kind] * widths[kind]
             factor[kind] = later[kind, widths[kind]]
-            known = curves[source[kind], : count[source[kind]]]
             for position in range(widths[kind]):
-                _sort_in(known, position, share[kind], gain[kind], paid, first[kind])
+                _add(tokens[kind], gain[kind, position])
+                _add(rows[kind], paid[kind, position])
     rates = np.empty(depth + 1)
     for width in range(depth + 1):
         for kind in range(2):
             if members[kind] and varied[kind]:
                 factor[kind] = later[kind, width]
-                known = curves[source[kind], : count[source[kind]]]
                 if width > 0:
-                    _sort_in(known, width - 1, share[kind], gain[kind], paid, first[kind])
-        rows = others + width * (members * varied).sum()
-        spent = fixed + (draft[int(rows)] if rows > batch else 0.0)
-        tokens = batch - members.sum() + (members * factor).sum()
-        verified = float(batch)
-        best = tokens / (spent + verify[batch])
-        rest = np.ones(2)  # share of a kind's requests that verify nothing
-        for place in range(BUCKETS - 1, -1, -1):
-            if paid[place] == 0.0:
-                continue
-            tokens += gain[0, place] * factor[0] + gain[1, place] * factor[1]
-            verified += paid[place]
-            rest = np.maximum(rest - first[:, place], 0.0)
-            idle = rest[0] ** members[0] * rest[1] ** members[1]  # that all of them do
-            some = batch + (verified - batch) / max(1.0 - idle, 1e-9)  # rows where one does not
-            below = min(int(some), len(verify) - 2)
-            seconds = verify[below] + (some - below) * (verify[below + 1] - verify[below])
-            seconds = idle * verify[batch] + (1.0 - idle) * seconds
-            best = max(best, tokens / (spent + seconds))
-        rates[width] = best
+                    _add(tokens[kind], gain[kind, width - 1])
+                    _add(rows[kind], paid[kind, width - 1])
+        drafted = others + width * (members * varied).sum()
+        spent = fixed + (draft[int(drafted)] if drafted > batch else 0.0)
+        first = paid[:, 0] if drafted > batch else np.zeros((2, BUCKETS))
+        rates[width] = _best_rate(batch, members, factor, tokens, rows, first, spent, verify)
     return rates
 
 
 @compiled
-def _sort_in(curves, position, share, gain, paid, first):
-    """Add a position of the curves to the buckets: ``share`` of a token for each curve.
-
-    ``first`` takes the first position alone, as shares of the curves.
-    """
-    for survival in curves[:, position]:
-        place = min(int(survival * BUCKETS), BUCKETS - 1)
-        gain[place] += share * survival
-        paid[place] += share
-        if position == 0:
-            first[place] += 1.0 / len(curves)
+def _add(total, more):
+    for place in range(len(total)):
+        total[place] += more[place]
 
 
 @compiled
-def _younger(curves, taken):
-    """The younger half of the curves of each kind, at most all remembered; and how many."""
-    size = curves.shape[1]
+def _best_rate(batch, members, factor, tokens, rows, first, spent, verify):
+    """The best rate over thresholds.
+
+    Rounds that verify nothing are apart from those that do: they cost what plain decoding costs,
+    often much less than a row more, which the mean of both would hide.
+    """
+    brought = batch - members.sum() + (members * factor).sum()
+    verified = float(batch)
+    best = brought / (spent + verify[batch])
+    rest, other_rest = 1.0, 1.0  # shares of the kinds' requests that verify nothing
+    idle = 1.0  # chance that all of them do
+    for place in range(BUCKETS - 1, -1, -1):
+        more = members[0] * rows[0, place] + members[1] * rows[1, place]
+        if more == 0.0:
+            continue
+        verified += more
+        for kind in range(2):
+            brought += members[kind] * tokens[kind, place] * factor[kind]
+        if idle > 0.0 and first[0, place] + first[1, place] > 0.0:
+            rest = max(rest - first[0, place], 0.0)
+            other_rest = max(other_rest - first[1, place], 0.0)
+            idle = rest ** members[0] * other_rest ** members[1]
+        some = batch + (verified - batch) / max(1.0 - idle, 1e-9)  # rows where one does not
+        below = min(int(some), len(verify) - 2)
+        seconds = verify[below] + (some - below) * (verify[below + 1] - verify[below])
+        seconds = idle * verify[batch] + (1.0 - idle) * seconds
+        best = max(best, brought / (spent + seconds))
+    return best
+
+
+@compiled
+def _fold(curves, taken):
+    """What the younger half of the curves says of a request of each kind.
+
+    Returns:
+        gain: [2, D, BUCKETS] tokens that position d brings, by bucket of its survival.
+        paid: [2, D, BUCKETS] chance that the survival is in the bucket.
+        later: [2, D + 1], see :func:`_taken_later`.
+    """
+    size, depth = curves.shape[1:]
     count, young = np.zeros(2, dtype=np.int64), np.empty_like(curves)
     for kind in range(2):
         count[kind] = min(max((taken[kind] + 1) // 2, min(taken[kind], ENOUGH_CURVES)), size)
         for index in range(count[kind]):
             young[kind, index] = curves[kind, (taken[kind] - 1 - index) % size]
-    return young, count
+    gain, paid = np.zeros((2, depth, BUCKETS)), np.zeros((2, depth, BUCKETS))
+    for kind in range(2):
+        source = kind  # whose curves stand for it
+        if count[kind] < ENOUGH_CURVES and count[1 - kind] > count[kind]:
+            source = 1 - kind
+        share = 1.0 / max(count[source], 1)
+        for index in range(count[source]):
+            for position in range(depth):
+                survival = young[source, index, position]
+                place = min(int(survival * BUCKETS), BUCKETS - 1)
+                gain[kind, position, place] += share * survival
+                paid[kind, position, place] += share
+    return gain, paid, _taken_later(young, count)
 
 
 @compiled
@@ -224,16 +243,18 @@ def _taken_later(curves, count):
 
 
 @compiled
-def _take(confidence, chance, kinds, beyond, curves, taken):
+def _take(confidence, chance, accepted, kinds, beyond, curves, taken):
     """See :meth:`Curves.take`. A position teaches in the measure that it was likely reached.
 
-    Returns [bs] tokens drafted.
+    Returns [bs] the kind of each request's next round; UNDRAFTED: as before.
     """
     drafted = tokens_drafted(confidence)
+    states = np.full(len(drafted), UNDRAFTED)
     teaching = max((drafted > 0).sum(), 1)
     for index in range(chance.shape[0]):
         if drafted[index] == 0:
             continue
+        states[index] = 1 if accepted[index] >= drafted[index] else 0
         kind = kinds[index]
         if taken[kind] == 0:
             beyond[kind] = beyond[1 - kind]
@@ -247,4 +268,4 @@ def _take(confidence, chance, kinds, beyond, curves, taken):
                 beyond[kind, position] += PACE / teaching * survival * (p - beyond[kind, position])
             survival *= p
             curve[position] = survival
-    return drafted
+    return states

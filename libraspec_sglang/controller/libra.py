@@ -46,8 +46,8 @@ FAR = 0.75
 """Plain decoding's rate, as a share of the best, below which its price is looked at again late."""
 PROBE_WIDTH = 3
 """Tokens of a trial draft."""
-WIDTH_EVERY = 3
-"""Rounds a chosen width stands, while the batch is of the same size and state."""
+WIDTH_EVERY = 6
+"""Rounds a chosen width stands, while the batch is of the same size and kinds."""
 MARGIN = 0.01
 """Expected gain in rate below which the width stays as it is."""
 TYPICAL_CONTEXT = 512
@@ -82,7 +82,7 @@ class Libra(Policy):
         self._explore_in = EXPLORE_EVERY
         self._plain_in: dict[int, tuple[int, int]] = {}  # by batch size: rounds left, of how many
         self._plain_far = False
-        self._settled, self._situation = 0, (0, 0, 0)
+        self._settled, self._situation = 0, (0, 0, False, False)
 
     def prepare(self) -> None:
         """Compile the loops, on a policy that is thrown away."""
@@ -116,11 +116,12 @@ class Libra(Policy):
         if not self.verify_cost.known:
             return [self._width[kind] for kind in kinds]
         able = [kind for r, kind in enumerate(kinds) if caps is None or caps[r] > 0]
-        situation = len(kinds), len(able), sum(able)
+        inside = sum(able)
+        situation = len(kinds), len(able), inside > 0, inside < len(able)
         if self._settled > 0 and self._drafting and situation == self._situation:
             self._settled -= 1
         else:
-            self._settle(*situation, equal=caps is None)
+            self._settle(len(kinds), len(able), inside, equal=caps is None)
             self._settled, self._situation = WIDTH_EVERY - 1, situation
         widths = [self._width[kind] for kind in kinds]
         if not any(widths):
@@ -177,9 +178,10 @@ class Libra(Policy):
             return self._decide_on_device(confidence, caps)
         bs, values = len(confidence), confidence.cpu().numpy()
         self._chance = self.calibration.probability(values)
-        limits, rows = _limits(values, caps.cpu().numpy())
-        spent = self.elsewhere.seconds(bs) + self.draft_cost.drafted(bs, rows)
-        lengths = _lengths(self._chance, limits, spent, self.verify_cost.seconds(bs))
+        lengths = _lengths(
+            values, self._chance, caps.cpu().numpy(), self.elsewhere.seconds(bs),
+            self.draft_cost.curve(bs), self.verify_cost.curve(bs),
+        )  # fmt: skip
         return torch.from_numpy(lengths).to(confidence.device)
 
     def _decide_on_device(self, confidence: torch.Tensor, caps: torch.Tensor) -> torch.Tensor:
@@ -187,7 +189,7 @@ class Libra(Policy):
         bs, depth = confidence.shape
         self._chance = None
         most = bs * (depth + 1)
-        spent = self.elsewhere.seconds(bs) + self.draft_cost.drafted(bs, most)
+        spent = self.elsewhere.seconds(bs) + self.draft_cost.seconds(bs)[most]
         seconds = spent + self.verify_cost.seconds(bs)[bs : most + 1]
         base, slope = self.calibration.tables()
         sent = torch.from_numpy(np.concatenate([base.ravel(), slope.ravel(), seconds]))
@@ -270,18 +272,23 @@ def _profile(forward: Forward | None) -> Profile | None:
 
 
 @compiled
-def _limits(confidence, caps):
-    """(longest length per request [bs], rows of the pass that drafted them)."""
+def _lengths(confidence, chance, caps, fixed, draft, verify):
+    """The batch's lengths; ``fixed`` seconds pass outside the two forwards.
+
+    draft, verify: :meth:`BatchCost.curve`. A request drafted as many tokens as have a confidence.
+    """
     drafted = tokens_drafted(confidence)
-    return np.maximum(np.minimum(drafted, caps), 0), len(drafted) + drafted.sum()
-
-
-@compiled
-def _lengths(chance, limits, spent, verify):
-    """The batch's lengths where a round costs ``spent + verify[rows]`` seconds."""
-    bs, depth = chance.shape
+    limits = np.maximum(np.minimum(drafted, caps), 0)
+    bs = len(limits)
+    x, start, slope, _ = draft
+    spent = fixed + start + slope * x[bs + drafted.sum()]
+    x, start, slope, plain = verify
+    seconds = np.empty(limits.sum() + 1)
+    for more in range(len(seconds)):
+        seconds[more] = spent + start + slope * x[bs + more]
+    seconds[0] = spent + plain
     survival = chance.copy()
     for request in range(bs):
-        for position in range(1, depth):
+        for position in range(1, survival.shape[1]):
             survival[request, position] *= survival[request, position - 1]
-    return best_lengths(survival, limits, spent + verify[bs : bs + limits.sum() + 1])
+    return best_lengths(survival, limits, seconds)

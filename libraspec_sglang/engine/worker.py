@@ -93,7 +93,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         )
         self._policy = self._lengths.policy(machine.cost(self._options, circumstances))
         self._policy.prepare()
-        self._on_device = length_controller.on_device(self.device)
+        self._on_device = length_controller.on_device(torch.device(self.device))
         # Rounds that overlap with the host's work must not wait for what they brought.
         self._learns_late = self._on_device and not server_args.disable_overlap_schedule
         self._unlearnt: Outcome | None = None

@@ -32,7 +32,7 @@ def test_a_request_that_cannot_draft_counts_its_own_token_only():
 def test_rounds_that_verify_nothing_are_paid_as_plain_ones():
     """Half of the drafts are sure, half hopeless, and a row beyond plain decoding doubles it."""
     memory = Curves(2)
-    for chance in [np.ones((1, 2)), np.full((1, 2), 1e-6)] * 21:
+    for chance in [np.ones((1, 2)), np.full((1, 2), 1e-6)] * 7:
         memory.take(["a"], chance, chance, accepted=np.array([0]))
     verify, draft = np.array([0.0, 1.0, 2.0, 2.0]), np.array([0.0, 0.0, 0.1, 0.1])
     got = rates(memory, 1, fixed=0.0, verify=verify, draft=draft)
