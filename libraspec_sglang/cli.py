@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:  # everything after it belongs to SGLang
         return _reported(_serve, arguments[1:])
-    args = _parser().parse_args(arguments)
+    args, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # shows its own usage
     return _reported(args.run, args)
 
 
@@ -121,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "fill just one turn are answered twice, so that engines can swap places)",
     )
     demo.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, parser=demo)
 
     _add_profile(commands)
     _add_replay(commands)
@@ -132,13 +134,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--drafter", metavar="PATH", help="also check this draft checkpoint")
     check.add_argument("--target", metavar="PATH", help="... against this local target")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, parser=check)
 
     env = commands.add_parser(
         "env",
         help='print the environment SGLang needs on this machine: eval "$(libraspec env)"',
     )
-    env.set_defaults(run=_env)
+    env.set_defaults(run=_env, parser=env)
     return parser
 
 
@@ -179,7 +181,7 @@ def _add_profile(commands) -> None:
                          help="prompt tokens, short first (default: 128,768)")  # fmt: skip
     profile.add_argument("--out", type=Path, default=Path("cost.yaml"), metavar="FILE",
                          help="default: cost.yaml")  # fmt: skip
-    profile.set_defaults(run=_profile)
+    profile.set_defaults(run=_profile, parser=profile)
 
 
 def _add_replay(commands) -> None:
@@ -230,7 +232,7 @@ def _add_replay(commands) -> None:
         "survivals, marginal gain and cost, their ratio and where it stopped",
     )
     replay.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    replay.set_defaults(run=_replay)
+    replay.set_defaults(run=_replay, parser=replay)
 
 
 _REPLAY_HELP = """\
@@ -311,6 +313,7 @@ def _serve(arguments: list[str]) -> int:
     given = {a.split("=", 1)[0] for a in arguments}
     if given & {"-h", "--help"}:
         print(_SERVE_HELP, flush=True)
+    options.check_cli_flags(arguments)
     pair = "real"
     if "--pair" in given:
         pair, arguments = _take_pair(arguments)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -210,6 +210,32 @@ def add_cli_flags(parser: argparse.ArgumentParser) -> None:
             metavar=None if choices else field.upper(),
             help=(info.description + default).replace("%", "%%"),
         )
+
+
+def check_cli_flags(arguments: Sequence[str]) -> None:
+    """Find at once what SGLang's parser would find after a minute of imports.
+
+    Args:
+        arguments: of a server's command line; flags that are not ours pass.
+
+    Raises:
+        OptionError: an unknown ``--libraspec-`` flag, or a value out of range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="libraspec", usage=argparse.SUPPRESS, add_help=False, exit_on_error=False
+    )
+    add_cli_flags(parser)
+    try:
+        found, others = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise OptionError(str(error)) from None
+    known = [flag_name(field) for field in Options.model_fields]
+    for argument in others:
+        if argument.startswith(FLAG_PREFIX):
+            name = argument.split("=", 1)[0]
+            raise OptionError(f"{name} is not a LibraSpec option; {_nearest(name, known)}")
+    given = {env_name(field): getattr(found, _dest(field)) for field in Options.model_fields}
+    load({**os.environ, **{name: str(v) for name, v in given.items() if v is not None}})
 
 
 def take_cli_flags(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Options: five ways in, one validation, messages that name the option."""
 
 import argparse
+import os
 
 import pytest
 
@@ -33,6 +34,27 @@ def test_flags_become_environment(monkeypatch):
     assert options.load().alpha == 1.7
     options.configure(max_length=None)
     assert options.load().max_length is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--port", "1", "--libraspec-alhpa", "2"], ["--libraspec-alhpa", "--libraspec-alpha"]),
+        (["--libraspec-alhpa=2"], ["--libraspec-alhpa", "--libraspec-alpha"]),
+        (["--libraspec-alpha", "0"], ["--libraspec-alpha", "greater than 0"]),
+        (["--libraspec-policy", "fast"], ["--libraspec-policy", "libra"]),
+        (["--libraspec-policy"], ["--libraspec-policy", "argument"]),
+    ],
+)
+def test_a_command_line_is_checked_before_anything_is_imported(argv, words):
+    with pytest.raises(options.OptionError) as error:
+        options.check_cli_flags(argv)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_right_command_line_passes_and_sets_nothing():
+    options.check_cli_flags(["--tp", "2", "--libraspec-alpha", "1.5", "--libraspec-pol", "libra"])
+    assert "LIBRASPEC_ALPHA" not in os.environ
 
 
 def test_every_option_has_a_flag_and_help():
