@@ -147,7 +147,7 @@ def lengths_batch(
     caps: torch.Tensor,
     seconds: torch.Tensor,
     *,
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Lengths that maximise (bs + sum of the verified tokens' survivals) / seconds.
@@ -172,9 +172,10 @@ def lengths_batch(
         caps: int32 or int64 [bs], largest length per request.
         seconds: float32 or float64 [at least bs * D + 1], of a whole round by the rows verified
             beyond one a request; below 1e-12 counts as 1e-12. Must not be NaN.
-        tables: (base, slope), both float32 or float64 [at least D, BINS], contiguous. With them
-            ``values`` are confidences, and p = base + slope * q by position and confidence bin
-            (BINS equal bins over 0..1, NaN counts as 0); survivals are the products of p.
+        tables: (base, slope, which): base and slope float32 or float64 [C, at least D, BINS],
+            contiguous; which float64 [bs], each request's table 0..C-1. With them ``values`` are
+            confidences, and p = base + slope * q by position and confidence bin (BINS equal bins
+            over 0..1, NaN counts as 0); survivals are the products of p.
         out: int32 [bs], contiguous, to write to.
 
     Returns:
@@ -192,21 +193,25 @@ def lengths_batch(
         raise ValueError(f"{rows} x {depth} values, at most {LARGEST_BATCH} of {DEEPEST} each fit")
     if seconds.shape[0] < rows * depth + 1:
         raise ValueError(f"seconds has {seconds.shape[0]} entries, needs {rows * depth + 1}")
-    for name, table in zip(("base", "slope"), tables or (), strict=False):
-        _check(name, table, 2, floats)
-        if table.shape[0] < depth or table.shape != tables[0].shape or not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [at least {depth}, bins], like the other")
+    if tables is not None:
+        for name, table in zip(("base", "slope"), tables, strict=False):
+            _check(name, table, 3, floats)
+            if table.shape[1] < depth or table.shape != tables[0].shape:
+                raise ValueError(f"{name} must be [tables, at least {depth}, bins], like the other")
+            if not table.is_contiguous():
+                raise ValueError(f"{name} must be contiguous")
+        _check("which", tables[2], 1, (torch.float64,), rows)
     out = _output(out, rows, torch.int32, values)
     if rows * depth == 0:
         return out.zero_()
     if not on_device(values.device):
         return out.copy_(reference.lengths_batch(values, caps, seconds, tables))
     scratch = torch.empty(3 * rows * depth, dtype=torch.int64, device=values.device)
-    base, slope = tables or (values, values)  # not read without tables
+    base, slope, which = tables or (values, values, values)  # not read without tables
     kernels.batch[(1,)](
-        values, *values.stride(), base, slope, caps.contiguous(), seconds.contiguous(), scratch,
-        out, rows, depth,
-        BINS=tables[0].shape[1] if tables else 0, COLUMNS=triton.next_power_of_2(depth),
+        values, *values.stride(), base, slope, which.contiguous(), caps.contiguous(),
+        seconds.contiguous(), scratch, out, rows, depth, tables[0].shape[1] if tables else 0,
+        BINS=tables[0].shape[2] if tables else 0, COLUMNS=triton.next_power_of_2(depth),
         ROWS=max(1, BATCH_BLOCK // triton.next_power_of_2(depth)), BLOCK=BATCH_BLOCK,
         num_warps=BATCH_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

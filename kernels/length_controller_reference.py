@@ -54,7 +54,7 @@ def lengths_batch(
     values: torch.Tensor,
     caps: torch.Tensor,
     seconds: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Lengths of the best (bs + survivals) / seconds, int32 [bs], by one sort and one scan."""
     rows, depth = values.shape
@@ -62,10 +62,11 @@ def lengths_batch(
     survival = values.to(torch.float64)
     if tables is not None:
         q = survival.nan_to_num(nan=0.0).clamp(0.0, 1.0)
-        base, slope = (table.to(torch.float64) for table in tables)
-        bins = base.shape[1]
+        base, slope = (table.to(torch.float64) for table in tables[:2])
+        bins, which = base.shape[2], tables[2].to(torch.int64)[:, None]
         place = (q * bins).to(torch.int64).clamp(max=bins - 1)
-        survival = (base[position, place] + slope[position, place] * q).cumprod(dim=1)
+        cell = which, position, place
+        survival = (base[cell] + slope[cell] * q).cumprod(dim=1)
     usable = (survival > 0) & (position < caps[:, None])
     steps = (survival.clamp(max=1.0) * 2**VALUE_BITS).to(torch.int64).clamp(min=1)
     steps = torch.where(usable, steps, 0).cummin(dim=1).values

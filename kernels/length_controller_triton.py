@@ -117,8 +117,8 @@ def _smaller(a, b):
 
 @triton.jit(do_not_specialize=["rows"])
 def batch(
-    values, row_stride, stride, base, slope, caps, seconds, scratch, out, rows, depth,
-    BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    values, row_stride, stride, base, slope, which, caps, seconds, scratch, out, rows, depth,
+    table_depth, BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (1,). A key is (survival in steps, flat index counted down): distinct, and in the order
     they are taken when sorted downwards. ``scratch`` holds the keys by request, then two buffers
@@ -132,7 +132,9 @@ def batch(
         p = tl.load(place, mask=inside, other=0.0).to(tl.float64)
         if BINS > 0:
             p = tl.where(p > 0.0, tl.where(p < 1.0, p, 1.0), 0.0)
-            cell = column * BINS + tl.minimum((p * BINS).to(tl.int32), BINS - 1)
+            table = tl.load(which + row, mask=row < rows, other=0.0).to(tl.int32)
+            cell = (table * table_depth + column) * BINS
+            cell += tl.minimum((p * BINS).to(tl.int32), BINS - 1)
             add = tl.load(base + cell, mask=inside, other=0.0).to(tl.float64)
             p = add + tl.load(slope + cell, mask=inside, other=0.0).to(tl.float64) * p
             p = tl.cumprod(p, 1)

@@ -1,7 +1,8 @@
 """Survival curves of recent drafts, and what rounds of every width would have brought by them.
 
-Two kinds of rounds are told apart, as they go very differently: those *inside* something
-predictable (the request's draft before was accepted whole), and all others.
+Kinds of rounds are told apart, as they go very differently: those *inside* something predictable
+(the request's draft before was accepted whole) from all others, both for requests that sample and
+for those that do not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from .compiled import compiled
+from .policy import Sampled
 
+KINDS = 4  # inside + 2 * sampled
 CURVES, ENOUGH_CURVES = 128, 8
 """Survival curves remembered of each kind, and how many of a kind say something about it. Only the
 younger half of those there ever were is used: the first are of raw confidences."""
@@ -33,26 +36,29 @@ the test pair, tokens per round at a fixed length of 4, 8 and 16 by rounds 24 lo
 
 
 class Curves:
-    """Recent survival curves, to full depth, of two kinds of rounds.
+    """Recent survival curves, to full depth, of every kind of round.
 
     A curve is what a draft's calibrated chances multiply to; beyond the draft it goes on with the
-    chances that deeper drafts of its kind showed. Kind 1 are rounds *inside* something predictable:
-    the request's draft before was accepted whole. Kind 0 are all others.
+    chances that deeper drafts of its kind showed. Kinds 1 and 3 are rounds *inside* something
+    predictable: the request's draft before was accepted whole. Kinds 2 and 3 are of requests that
+    sample.
     """
 
     def __init__(self, depth: int) -> None:
         self._inside: dict[Hashable, None] = {}  # requests, the oldest first
-        self._beyond = np.full((2, depth), UNSEEN)
+        self._beyond = np.full((KINDS, depth), UNSEEN)
         """Chance that position d is accepted when all before it are."""
-        self._curves = np.zeros((2, CURVES, depth))
-        self._taken = np.zeros(2, dtype=np.int64)  # curves ever taken; the oldest make way
+        self._curves = np.zeros((KINDS, CURVES, depth))
+        self._taken = np.zeros(KINDS, dtype=np.int64)  # curves ever taken; the oldest make way
         self._curves[0, 0], self._taken[0] = np.cumprod(self._beyond[0]), 1  # to start from
         self._rounds = 0
         self._tables = _fold(self._curves, self._taken)
 
     def kinds(self, requests: Sequence[Hashable]) -> list[int]:
         """The kind of each request's next round."""
-        return [int(request in self._inside) for request in requests]
+        return [
+            (request in self._inside) + 2 * isinstance(request, Sampled) for request in requests
+        ]
 
     def rates(
         self,
@@ -68,9 +74,9 @@ class Curves:
 
         Args:
             batch: N, requests in the round.
-            members: [2] of them of each kind that draft; the others take their own token only.
-            widths: [2] tokens each kind drafts, where it is not varied.
-            varied: bool [2], the kinds in question.
+            members: [4] of them of each kind that draft; the others take their own token only.
+            widths: [4] tokens each kind drafts, where it is not varied.
+            varied: bool [4], the kinds in question.
             fixed: seconds of a round outside both forwards.
             verify: [N (D + 1) + 1] seconds of the target's forward by rows.
             draft: the same of the drafter's pass.
@@ -92,8 +98,8 @@ class Curves:
         states = _take(
             confidence, chance, accepted, np.array(kinds), self._beyond, self._curves, self._taken
         )
-        for request, was, now in zip(requests, kinds, states.tolist(), strict=True):
-            if was and now != UNDRAFTED:
+        for request, kind, now in zip(requests, kinds, states.tolist(), strict=True):
+            if kind & 1 and now != UNDRAFTED:
                 del self._inside[request]
             if now == 1:  # the latest last
                 self._inside[request] = None
@@ -124,10 +130,10 @@ def _rates(gain, paid, later, batch, members, widths, varied, fixed, verify, dra
     added width by width, so all widths take one pass over the tables.
     """
     depth = gain.shape[1]
-    tokens, rows = np.zeros((2, BUCKETS)), np.zeros((2, BUCKETS))  # a request of the kind
-    factor = np.ones(2)
+    tokens, rows = np.zeros((KINDS, BUCKETS)), np.zeros((KINDS, BUCKETS))  # a request of the kind
+    factor = np.ones(KINDS)
     others = float(batch)  # rows of the draft that are not varied
-    for kind in range(2):
+    for kind in range(KINDS):
         if members[kind] and not varied[kind]:
             others += members[kind] * widths[kind]
             factor[kind] = later[kind, widths[kind]]
@@ -136,7 +142,7 @@ def _rates(gain, paid, later, batch, members, widths, varied, fixed, verify, dra
                 _add(rows[kind], paid[kind, position])
     rates = np.empty(depth + 1)
     for width in range(depth + 1):
-        for kind in range(2):
+        for kind in range(KINDS):
             if members[kind] and varied[kind]:
                 factor[kind] = later[kind, width]
                 if width > 0:
@@ -144,7 +150,7 @@ def _rates(gain, paid, later, batch, members, widths, varied, fixed, verify, dra
                     _add(rows[kind], paid[kind, width - 1])
         drafted = others + width * (members * varied).sum()
         spent = fixed + (draft[int(drafted)] if drafted > batch else 0.0)
-        first = paid[:, 0] if drafted > batch else np.zeros((2, BUCKETS))
+        first = paid[:, 0] if drafted > batch else np.zeros((KINDS, BUCKETS))
         rates[width] = _best_rate(batch, members, factor, tokens, rows, first, spent, verify)
     return rates
 
@@ -165,19 +171,22 @@ def _best_rate(batch, members, factor, tokens, rows, first, spent, verify):
     brought = batch - members.sum() + (members * factor).sum()
     verified = float(batch)
     best = brought / (spent + verify[batch])
-    rest, other_rest = 1.0, 1.0  # shares of the kinds' requests that verify nothing
+    rest = np.ones(KINDS)  # shares of the kinds' requests that verify nothing
     idle = 1.0  # chance that all of them do
+    present = np.flatnonzero(members)
     for place in range(BUCKETS - 1, -1, -1):
-        more = members[0] * rows[0, place] + members[1] * rows[1, place]
-        if more == 0.0:
-            continue
-        verified += more
-        for kind in range(2):
+        before, starts = verified, False
+        for kind in present:
+            verified += members[kind] * rows[kind, place]
             brought += members[kind] * tokens[kind, place] * factor[kind]
-        if idle > 0.0 and first[0, place] + first[1, place] > 0.0:
-            rest = max(rest - first[0, place], 0.0)
-            other_rest = max(other_rest - first[1, place], 0.0)
-            idle = rest ** members[0] * other_rest ** members[1]
+            starts |= first[kind, place] > 0.0
+        if verified == before:
+            continue
+        if starts and idle > 0.0:
+            idle = 1.0
+            for kind in present:
+                rest[kind] = max(rest[kind] - first[kind, place], 0.0)
+                idle *= rest[kind] ** members[kind]
         some = batch + (verified - batch) / max(1.0 - idle, 1e-9)  # rows where one does not
         below = min(int(some), len(verify) - 2)
         seconds = verify[below] + (some - below) * (verify[below + 1] - verify[below])
@@ -191,21 +200,22 @@ def _fold(curves, taken):
     """What the younger half of the curves says of a request of each kind.
 
     Returns:
-        gain: [2, D, BUCKETS] tokens that position d brings, by bucket of its survival.
-        paid: [2, D, BUCKETS] chance that the survival is in the bucket.
-        later: [2, D + 1], see :func:`_taken_later`.
+        gain: [4, D, BUCKETS] tokens that position d brings, by bucket of its survival.
+        paid: [4, D, BUCKETS] chance that the survival is in the bucket.
+        later: [4, D + 1], see :func:`_taken_later`.
     """
     size, depth = curves.shape[1:]
-    count, young = np.zeros(2, dtype=np.int64), np.empty_like(curves)
-    for kind in range(2):
+    count, young = np.zeros(KINDS, dtype=np.int64), np.empty_like(curves)
+    for kind in range(KINDS):
         count[kind] = min(max((taken[kind] + 1) // 2, min(taken[kind], ENOUGH_CURVES)), size)
         for index in range(count[kind]):
             young[kind, index] = curves[kind, (taken[kind] - 1 - index) % size]
-    gain, paid = np.zeros((2, depth, BUCKETS)), np.zeros((2, depth, BUCKETS))
-    for kind in range(2):
+    gain, paid = np.zeros((KINDS, depth, BUCKETS)), np.zeros((KINDS, depth, BUCKETS))
+    for kind in range(KINDS):
         source = kind  # whose curves stand for it
-        if count[kind] < ENOUGH_CURVES and count[1 - kind] > count[kind]:
-            source = 1 - kind
+        for other in (kind ^ 1, kind ^ 2, kind ^ 3):
+            if count[source] < ENOUGH_CURVES and count[other] > count[source]:
+                source = other
         share = 1.0 / max(count[source], 1)
         for index in range(count[source]):
             for position in range(depth):
@@ -218,27 +228,28 @@ def _fold(curves, taken):
 
 @compiled
 def _taken_later(curves, count):
-    """[2, D + 1] factors by kind and width for what a draft that ends early leaves to the next.
+    """[4, D + 1] factors by kind and width for what a draft that ends early leaves to the next.
 
     A span of L acceptable tokens is L + 1 tokens in one round if the draft is long enough, and in
     floor(L / (w + 1)) + 1 rounds of width w: no token is lost by drafting less, a round is spent.
     That holds in part (``CONTINUED``), and only as far as rounds inside a span do go better.
     """
     depth = curves.shape[2]
-    factors = np.ones((2, depth + 1))
-    if count.min() < ENOUGH_CURVES:
-        return factors
-    mean = np.ones((2, depth + 1))
-    for kind in range(2):
-        for position in range(depth):
-            mean[kind, position + 1] = curves[kind, : count[kind], position].sum() / count[kind]
-    holds = CONTINUED * min(max(mean[1].sum() / mean[0].sum() - 1.0, 0.0), 1.0)
-    for kind in range(2):
-        survival = mean[kind]
-        for width in range(1, depth + 1):
-            lost = survival[: width + 1].sum()
-            found = survival.sum() / survival[:: width + 1].sum()
-            factors[kind, width] += holds * (found / lost - 1.0)
+    factors, mean = np.ones((KINDS, depth + 1)), np.ones((KINDS, depth + 1))
+    for outside in range(0, KINDS, 2):
+        if count[outside : outside + 2].min() < ENOUGH_CURVES:
+            continue
+        for kind in range(outside, outside + 2):
+            for position in range(depth):
+                mean[kind, position + 1] = curves[kind, : count[kind], position].sum() / count[kind]
+        better = mean[outside + 1].sum() / mean[outside].sum() - 1.0
+        holds = CONTINUED * min(max(better, 0.0), 1.0)
+        for kind in range(outside, outside + 2):
+            survival = mean[kind]
+            for width in range(1, depth + 1):
+                lost = survival[: width + 1].sum()
+                found = survival.sum() / survival[:: width + 1].sum()
+                factors[kind, width] += holds * (found / lost - 1.0)
     return factors
 
 
@@ -246,7 +257,7 @@ def _taken_later(curves, count):
 def _take(confidence, chance, accepted, kinds, beyond, curves, taken):
     """See :meth:`Curves.take`. A position teaches in the measure that it was likely reached.
 
-    Returns [bs] the kind of each request's next round; UNDRAFTED: as before.
+    Returns [bs] whether each request's next round is inside, 1 or 0; UNDRAFTED: as before.
     """
     drafted = tokens_drafted(confidence)
     states = np.full(len(drafted), UNDRAFTED)
@@ -257,7 +268,7 @@ def _take(confidence, chance, accepted, kinds, beyond, curves, taken):
         states[index] = 1 if accepted[index] >= drafted[index] else 0
         kind = kinds[index]
         if taken[kind] == 0:
-            beyond[kind] = beyond[1 - kind]
+            beyond[kind] = beyond[kind ^ 1] if taken[kind ^ 1] else beyond[kind ^ 2]
         curve = curves[kind, taken[kind] % curves.shape[1]]
         taken[kind] += 1
         survival = 1.0

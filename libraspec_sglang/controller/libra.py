@@ -7,9 +7,10 @@ round spends elsewhere. Each round it decides two things.
 1. *How wide to draft*, before drafting. Recent survival curves say what a pass of each width would
    have brought; the width with the best expected rate is used. Curves of rounds that follow a draft
    accepted whole (the text is in the middle of something predictable) are kept apart from the
-   others; each request is expected to go on like its kind, and drafted as wide as pays for that
-   kind. Zero is a width: plain decoding. While it is chosen, a draft is tried now and then (further
-   and further apart) to see whether the text has become predictable.
+   others, and those of requests that sample from those of requests that do not; each request is
+   expected to go on like its kind, and drafted as wide as pays for that kind. Zero is a width: plain
+   decoding. While it is chosen, a draft is tried now and then (further and further apart) to see
+   whether the text has become predictable.
 2. *How many tokens to verify*, after drafting: :func:`batch.allocate` on the calibrated survivals.
 
 On a CPU everything is host arithmetic in small compiled loops. On a device the second decision is
@@ -31,8 +32,8 @@ from .calibration import BINS, REFRESH_EVERY, Calibration
 from .compiled import compiled
 from .cost import BatchCost, Elsewhere, Profile
 from .cost_file import Cost, Forward
-from .curves import Curves, tokens_drafted
-from .policy import Policy, RoundTimes
+from .curves import KINDS, Curves, tokens_drafted
+from .policy import Policy, RoundTimes, Sampled
 
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
@@ -69,20 +70,22 @@ class Libra(Policy):
             conservative prior, refined like the profile by the rounds themselves.
         """
         self.max_length = max_length
-        self.calibration = Calibration(max_length)
+        self.calibrations = Calibration(max_length), Calibration(max_length)
+        """Of requests that do not sample, and of those that do."""
         verify, draft = (cost.verify, cost.draft) if cost is not None else (None, None)
         self.verify_cost = BatchCost(0.01, max_length, _profile(verify))
         self.draft_cost = BatchCost(0.01, max_length, _profile(draft))
         self.elsewhere = Elsewhere(cost.elsewhere if cost is not None else 0.0)
-        self._width = [min(block_size, max_length)] * 2  # by kind of round
+        self._width = [min(block_size, max_length)] * KINDS  # by kind of round
         self._curves = Curves(max_length)
+        self._sampled = np.zeros(0, dtype=bool)  # of the requests last asked about
         self._chance: np.ndarray | None = None
         self._drafting = True
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in = EXPLORE_EVERY
         self._plain_in: dict[int, tuple[int, int]] = {}  # by batch size: rounds left, of how many
         self._plain_far = False
-        self._settled, self._situation = 0, (0, 0, False, False)
+        self._settled, self._situation = 0, ()
 
     def prepare(self) -> None:
         """Compile the loops, on a policy that is thrown away."""
@@ -113,15 +116,18 @@ class Libra(Policy):
     def _drafts(self, requests: Sequence[Hashable], caps: Sequence[int] | None) -> list[int]:
         """Widths before caps; without ``caps`` the same for all."""
         kinds = self._curves.kinds(requests)
+        self._sampled = _sampled(kinds)
         if not self.verify_cost.known:
             return [self._width[kind] for kind in kinds]
-        able = [kind for r, kind in enumerate(kinds) if caps is None or caps[r] > 0]
-        inside = sum(able)
-        situation = len(kinds), len(able), inside > 0, inside < len(able)
+        members = [0] * KINDS
+        for request, kind in enumerate(kinds):
+            if caps is None or caps[request] > 0:
+                members[kind] += 1
+        situation = len(kinds), sum(members), *(number > 0 for number in members)
         if self._settled > 0 and self._drafting and situation == self._situation:
             self._settled -= 1
         else:
-            self._settle(len(kinds), len(able), inside, equal=caps is None)
+            self._settle(len(kinds), np.array(members), equal=caps is None)
             self._settled, self._situation = WIDTH_EVERY - 1, situation
         widths = [self._width[kind] for kind in kinds]
         if not any(widths):
@@ -177,7 +183,7 @@ class Libra(Policy):
         if on_device and confidence.numel() <= length_controller.LARGEST_BATCH:
             return self._decide_on_device(confidence, caps)
         bs, values = len(confidence), confidence.cpu().numpy()
-        self._chance = self.calibration.probability(values)
+        self._chance = self._probability(values, self._sampled)
         lengths = _lengths(
             values, self._chance, caps.cpu().numpy(), self.elsewhere.seconds(bs),
             self.draft_cost.curve(bs), self.verify_cost.curve(bs),
@@ -191,27 +197,38 @@ class Libra(Policy):
         most = bs * (depth + 1)
         spent = self.elsewhere.seconds(bs) + self.draft_cost.seconds(bs)[most]
         seconds = spent + self.verify_cost.seconds(bs)[bs : most + 1]
-        base, slope = self.calibration.tables()
-        sent = torch.from_numpy(np.concatenate([base.ravel(), slope.ravel(), seconds]))
-        base, slope, seconds = sent.to(confidence.device, non_blocking=True).split(
-            [base.size, slope.size, seconds.size]
+        tables = [calibration.tables() for calibration in self.calibrations]
+        parts = [np.concatenate([table[k].ravel() for table in tables]) for k in range(2)]
+        parts += [self._sampled.astype(np.float64), seconds]
+        sent = torch.from_numpy(np.concatenate(parts)).to(confidence.device, non_blocking=True)
+        base, slope, which, seconds = sent.split([part.size for part in parts])
+        shape = len(tables), -1, BINS
+        return length_controller.lengths_batch(
+            confidence, caps, seconds, tables=(base.view(shape), slope.view(shape), which)
         )
-        tables = base.view(-1, BINS), slope.view(-1, BINS)
-        return length_controller.lengths_batch(confidence, caps, seconds, tables=tables)
 
-    def _settle(self, batch: int, able: int, inside: int, equal: bool) -> None:
+    def _probability(self, confidence: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+        """[bs, D] chances of acceptance, each request by the calibration it belongs to."""
+        if not sampled.any():
+            return self.calibrations[0].probability(confidence)
+        chance = self.calibrations[1].probability(confidence)
+        if not sampled.all():
+            chance[~sampled] = self.calibrations[0].probability(confidence[~sampled])
+        return chance
+
+    def _settle(self, batch: int, members: np.ndarray, equal: bool) -> None:
         """Choose the widths with the best expected rate over recent survival curves.
 
-        Of the batch's requests some are ``able`` to draft, and some of these ``inside``.
+        Of the batch's requests, ``members`` by kind are able to draft.
 
-        One kind after the other, requests inside first; both at once where all must be ``equal``.
+        One kind after the other, requests inside first; all at once where they must be ``equal``.
         """
         draft, verify = self.draft_cost.seconds(batch), self.verify_cost.seconds(batch)
         fixed = self.elsewhere.seconds(batch)
-        members = np.array([able - inside, inside])
-        present = [kind for kind in (1, 0) if members[kind]]
-        for kinds in [[0, 1]] if equal else [[kind] for kind in present]:
-            varied = np.array([0 in kinds, 1 in kinds])
+        present = [kind for kind in (1, 3, 0, 2) if members[kind]]
+        for kinds in [list(range(KINDS))] if equal else [[kind] for kind in present]:
+            varied = np.zeros(KINDS, dtype=bool)
+            varied[kinds] = True
             widths = np.array(self._width)
             rates = self._curves.rates(batch, members, widths, varied, fixed, verify, draft)
             best, now = int(rates.argmax()), self._width[kinds[0]]
@@ -241,9 +258,14 @@ class Libra(Policy):
         if not confidence.shape[1]:
             return
         chance, self._chance = self._chance, None
+        sampled = np.array([isinstance(request, Sampled) for request in requests])
         if chance is None:  # lengths were not ours to decide this round
-            chance = self.calibration.probability(confidence)
-        self.calibration.update(confidence, verified, accepted, chance)
+            chance = self._probability(confidence, sampled)
+        for calibration, own in zip(self.calibrations, (~sampled, sampled), strict=True):
+            if own.all():
+                calibration.update(confidence, verified, accepted, chance)
+            elif own.any():
+                calibration.update(confidence[own], verified[own], accepted[own], chance[own])
         self._curves.take(requests, confidence, chance, accepted)
 
     def learn_times(self, times: RoundTimes) -> None:
@@ -257,18 +279,31 @@ class Libra(Policy):
 
     def report(self) -> str:
         """See :meth:`Policy.report`."""
-        before, after = self.calibration.error()
-        return (
-            f"calibration error of the drafter's confidences {before:.3f}, as used {after:.3f}, "
-            f"over {self.calibration.observed} verified tokens; drafting {self._width[0]} tokens, "
-            f"{self._width[1]} after a draft accepted whole"
-        )
+        said = []
+        for name, calibration, widths in zip(
+            ("greedy", "sampled"),
+            self.calibrations,
+            (self._width[:2], self._width[2:]),
+            strict=True,
+        ):
+            if calibration.observed:
+                before, after = calibration.error()
+                said.append(
+                    f"{name}: calibration error of the drafter's confidences {before:.3f}, as used "
+                    f"{after:.3f}, over {calibration.observed} verified tokens; drafting "
+                    f"{widths[0]} tokens, {widths[1]} after a draft accepted whole"
+                )
+        return "; ".join(said)
 
 
 def _profile(forward: Forward | None) -> Profile | None:
     if forward is None:
         return None
     return lambda batch, rows: forward(batch, rows, batch * TYPICAL_CONTEXT)
+
+
+def _sampled(kinds: Sequence[int]) -> np.ndarray:
+    return np.array([kind >= 2 for kind in kinds])
 
 
 @compiled

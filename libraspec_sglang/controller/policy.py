@@ -10,6 +10,14 @@ import numpy as np
 import torch
 
 
+class Sampled(str):
+    """Key of a request whose tokens are drawn, not the target's likeliest.
+
+    The same confidence is worth less to it: a drafted token is accepted as often as the target
+    draws it, however sure it is that the token is the likeliest.
+    """
+
+
 @dataclass(frozen=True)
 class RoundTimes:
     """Where a round spent its time.
@@ -48,7 +56,8 @@ class Policy:
         """Tokens the first drafting pass proposes; 0 skips drafting.
 
         Args:
-            requests: a key per request of the batch, never reused by another request.
+            requests: a key per request of the batch, never reused by another request;
+                :class:`Sampled` where it samples.
             cap: the longest length any of them may verify.
         """
         raise NotImplementedError

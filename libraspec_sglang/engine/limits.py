@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from libraspec_sglang.controller.policy import Sampled
 from libraspec_sglang.drafters.base import Window
 from libraspec_sglang.options import RequestOptions
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _DEFAULTS = RequestOptions()
+
+
+def key(request: Req) -> str:
+    """What a policy knows the request by. (SGLang makes temperature 0 a top-k of 1.)"""
+    return request.rid if request.sampling_params.top_k == 1 else Sampled(request.rid)
 
 
 def caps(

@@ -170,7 +170,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             context_len=self._context_len,
             on_host=not self._on_device,
         )
-        requests = [r.rid for r in batch.reqs]
+        requests = [limits.key(r) for r in batch.reqs]
         lengths = self._first_drafts(requests, caps)
         clock.lap("window")
 

@@ -367,7 +367,7 @@ def evaluate(
     results = [
         replace(
             _score(spec, game, clairvoyant, rounds, schedule, prices),
-            calibration=policy.calibration.error() if isinstance(policy, Libra) else None,
+            calibration=policy.calibrations[0].error() if isinstance(policy, Libra) else None,
         )
         for spec, game, policy in zip(policies, games, online, strict=True)
     ]

@@ -47,7 +47,7 @@ def explain(
             play(policy, rounds, schedule, prices, steps=step)
             reach = min(depth, policy.max_length)  # deeper positions it never drafts
             survival = np.zeros(confidence.shape)
-            survival[:, :reach] = policy.calibration.survival(confidence[:, :reach])
+            survival[:, :reach] = policy.calibrations[0].survival(confidence[:, :reach])
             if policy.verify_cost.known:
                 drafting = policy.draft_cost.seconds(batch)[batch * (width + 1)] if width else 0.0
                 table = policy.verify_cost.seconds(batch)

@@ -226,8 +226,10 @@ def check_batch(values, caps, seconds, tables=None):
     survival = values.double().numpy()
     if tables is not None:
         calibration = Calibration(values.shape[1])
-        calibration._base, calibration._slope = (table.numpy() for table in tables)
-        survival = calibration.survival(values.numpy())
+        survival = np.empty(values.shape)
+        for row, which in enumerate(tables[2].int().tolist()):
+            calibration._base, calibration._slope = (t[which].numpy() for t in tables[:2])
+            survival[row] = calibration.survival(values[row : row + 1].numpy())
     limits = caps.numpy().clip(0, values.shape[1]).astype(np.int64)
     wanted = best_lengths(survival, limits, seconds.double().numpy())
     assert lengths.dtype == torch.int32
@@ -289,12 +291,16 @@ def test_the_largest_batch():
 def test_batch_lengths_calibrated():
     rng = np.random.default_rng(5)
     confidence = rng.random((40, 12)).astype(np.float32) ** 0.3
-    calibration = Calibration(16)
-    for _ in range(16):
-        accepted = (rng.random((40, 12)) < confidence**2).cumprod(axis=1).sum(axis=1)
-        calibration.update(confidence, np.full(40, 12), accepted)
-    tables = torch.from_numpy(calibration._base), torch.from_numpy(calibration._slope)
-    assert tables[0].shape[1] == BINS and tables[0].any()
+    learnt = []
+    for power in (2, 5):
+        calibration = Calibration(16)
+        for _ in range(16):
+            accepted = (rng.random((40, 12)) < confidence**power).cumprod(axis=1).sum(axis=1)
+            calibration.update(confidence, np.full(40, 12), accepted)
+        learnt.append(calibration.tables())
+    base, slope = (torch.from_numpy(np.stack(parts)) for parts in zip(*learnt, strict=True))
+    assert base.shape == (2, 16, BINS) and base[0].any() and not base[0].equal(base[1])
+    tables = base, slope, torch.from_numpy(rng.integers(0, 2, 40).astype(np.float64))
     confidence[0, :3] = 0.0, 1.0, NAN
     confidence[1, :3] = 1.0, 7.0, -1.0
     seconds = 1.0 + np.arange(481) / 100
@@ -360,7 +366,7 @@ def test_batch_lengths_of_a_view_into_a_given_output():
 
 def test_wrong_arguments_are_named():
     q, caps, ones = torch.ones(2, 3), torch.ones(2, dtype=torch.int64), torch.ones(2)
-    seconds, table = torch.ones(7), torch.ones(3, 12)
+    seconds, table = torch.ones(7), torch.ones(1, 3, 12)
     with pytest.raises(TypeError, match="logits"):
         control.confidences(q.double())
     with pytest.raises(ValueError, match="columns"):
@@ -376,7 +382,9 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="seconds"):
         control.lengths_batch(q, caps, seconds[:6])
     with pytest.raises(ValueError, match="slope"):
-        control.lengths_batch(q, caps, seconds, tables=(table, table[:, :4]))
+        control.lengths_batch(q, caps, seconds, tables=(table, table[:, :, :4], ones.double()))
+    with pytest.raises(TypeError, match="which"):
+        control.lengths_batch(q, caps, seconds, tables=(table, table, caps))
     with pytest.raises(ValueError, match="16384"):
         control.lengths_batch(torch.ones(257, 64), torch.ones(257, dtype=torch.int64), seconds)
 
@@ -396,8 +404,9 @@ ALGORITHM_ONE = dict(
     rows="i32", steps="i32", first_length="i32", max_length="i32",
 )  # fmt: skip
 BATCH = dict(
-    values="*fp32", row_stride="i32", stride="i32", base="*fp64", slope="*fp64", caps="*i64",
-    seconds="*fp64", scratch="*i64", out="*i32", rows="i32", depth="i32",
+    values="*fp32", row_stride="i32", stride="i32", base="*fp64", slope="*fp64",
+    which="*fp64", caps="*i64", seconds="*fp64", scratch="*i64", out="*i32", rows="i32",
+    depth="i32", table_depth="i32",
 )  # fmt: skip
 
 

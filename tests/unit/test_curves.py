@@ -11,9 +11,9 @@ def rates(memory, batch, fixed, verify, draft):
     """Of widths 0..depth, where one request is able to draft, not inside anything predictable."""
     return memory.rates(
         batch=batch,
-        members=np.array([1, 0]),
-        widths=np.array([0, 0]),
-        varied=np.array([True, False]),
+        members=np.array([1, 0, 0, 0]),
+        widths=np.zeros(4, dtype=np.int64),
+        varied=np.array([True, False, False, False]),
         fixed=fixed,
         verify=verify,
         draft=draft,
@@ -42,18 +42,20 @@ def test_rounds_that_verify_nothing_are_paid_as_plain_ones():
 def test_what_a_narrow_draft_leaves_counts_only_where_rounds_go_on_better():
     """Spans of exactly 5: one round of width 5, three of width 1, half of it taken as true."""
     span = np.array([1.0] * 5 + [0.0] * 3)
-    alike = np.stack([np.tile(span, (10, 1))] * 2)
-    count = np.array([10, 10])
+    alike = np.stack([np.tile(span, (10, 1))] * 4)
+    count = np.array([10, 10, 10, 0])
     assert curves._taken_later(alike, count)[0] == pytest.approx(np.ones(9))
 
-    better = np.stack([np.tile(span, (10, 1)), np.ones((10, 8))])
-    factors = curves._taken_later(better, count)[0]
+    better = np.stack([np.tile(span, (10, 1)), np.ones((10, 8))] * 2)
+    factors = curves._taken_later(better, count)
+    assert (factors[2:] == 1.0).all()  # too little known of requests that sample
+    factors = factors[0]
     going_on = curves.CONTINUED * (9 / 6 - 1)
     lost, found = 2.0, 6 / 3
     assert factors[1] == pytest.approx(1 + going_on * (found / lost - 1))
     assert factors[3] == pytest.approx(1 + going_on * ((6 / 2) / 4 - 1))
     assert factors[5:] == pytest.approx(1.0)
-    assert (curves._taken_later(better, np.array([10, 7])) == 1.0).all()
+    assert (curves._taken_later(better, np.array([10, 7, 7, 10])) == 1.0).all()
 
 
 def test_memory_of_requests_is_bounded():

@@ -5,7 +5,7 @@ import torch
 
 from libraspec_sglang.controller.cost_file import Cost, Forward
 from libraspec_sglang.controller.libra import Libra
-from libraspec_sglang.controller.policy import RoundTimes
+from libraspec_sglang.controller.policy import RoundTimes, Sampled
 from libraspec_sglang.kernels import length_controller
 from libraspec_sglang.kernels import length_controller_reference as reference
 
@@ -216,6 +216,25 @@ class TestLibra:
         settled = np.median([w[1] for w in widths])
         assert max(w[1] for w in widths) > settled > 0
 
+    def test_requests_that_sample_are_judged_by_their_own_kind(self):
+        """The same confidences always hold for one and hardly ever for the other."""
+        libra, batch = Libra(block_size=8, max_length=8), ["a", Sampled("b")]
+        q = np.full((2, 8), 0.7)
+        for _ in range(200):
+            libra.first_drafts(batch, [8, 8])
+            libra.learn_times(RoundTimes(2, 18, 0.1, 10, 1.0 + 0.02 * 10, 0.1))
+            libra.learn(batch, q, np.array([8, 8]), np.array([8, 0]))
+        widths = libra.first_drafts(batch, [8, 8])
+        lengths = decide(libra, q, 8)
+        assert (widths[0], lengths[0]) == (8, 8)
+        assert lengths[1] == 0
+        assert "greedy" in libra.report() and "sampled" in libra.report()
+        # Alone, and the other way round, each is what it was.
+        libra.first_drafts(batch[1:], [8])
+        assert decide(libra, q[1:], 8).tolist() == [0]
+        libra.first_drafts(batch[::-1], [8, 8])
+        assert decide(libra, q, 8).tolist() == [0, 8]
+
     def test_on_a_device_it_decides_the_same(self, monkeypatch):
         """The twin of the kernel, on calibrated chances, a price with a bend and caps."""
         bent = Cost(
@@ -224,11 +243,13 @@ class TestLibra:
             draft=Forward(rows=[1], seconds=[0.4]),
         )  # fmt: skip
         random, libra = np.random.default_rng(0), Libra(block_size=8, max_length=12, cost=bent)
+        batch = ["a", Sampled("b"), "c"]
         for _ in range(40):
             q = random.uniform(0, 1, (3, 12)).astype(np.float32)
+            libra.first_drafts(batch, [12] * 3)
             lengths = decide(libra, q, 12)
             right = (random.uniform(0, 1, q.shape) < q**2).cumprod(axis=1).sum(axis=1)
-            libra.learn(["a", "b", "c"], q, lengths, np.minimum(lengths, right))
+            libra.learn(batch, q, lengths, np.minimum(lengths, right))
         caps, drawn = torch.tensor([12, 12, 2]), random.uniform(0, 1, (50, 3, 12)) ** 0.5
         confidences = torch.from_numpy(drawn.astype(np.float32))
         host = [libra.decide(q, caps).tolist() for q in confidences]
