@@ -2,14 +2,15 @@
 
     python benchmarks/policies.py --pair test --concurrency 1,4,16 --temperature 0,1 --json
 
-One engine per policy and one for plain decoding; engines take turns on every prompt set, so
-a noisy machine hurts all alike. Cells are prompt set x concurrency x temperature. Per cell and
+One engine per policy and one for plain decoding; engines take turns of a few prompts, in another
+order each time, so a noisy machine hurts all alike. Cells are prompt set x concurrency x temperature. Per cell and
 policy: tokens per second, eta (against plain decoding in the same cell), tau (tokens per round),
 rows verified per round, wasted rows (verified and not accepted). The last table compares `libra`
 with plain decoding, with the best static length *of each cell* (which nobody knows beforehand),
 with the one static length that is best over all cells (an operator could set it), and with the best
-other policy of each cell. A cell has at least twice as many requests as run at once; prompts repeat
-where there are fewer.
+other policy of each cell. A turn has twice as many requests as run at once and a cell at least two turns;
+prompts repeat where there are fewer. `libra` decides by what `libraspec profile` measured, if it is
+given (`--cost`), else by what it learns as it goes.
 
 Each engine takes 0.5 (test pair) to 2 GB (real pair) of memory; `--policies` runs fewer.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -45,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=8, help="prompts per set (default: 8)")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="default: 96")
     parser.add_argument("--repeat", type=int, default=1, help="times every cell is run")
+    parser.add_argument("--cost", help="file of `libraspec profile`, for libra (default: none)")
     parser.add_argument("--prompts", type=Path, default=compare.PROMPTS,
                         help="JSONL with 'dataset' and 'turns' (default: the prompts that ship)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -70,6 +73,8 @@ def main() -> int:
     for policy in args.policies.split(","):
         name, _, length = policy.partition("-")
         options = {"policy": name, **({"static_length": length} if length else {})}
+        if name == "libra" and args.cost:
+            options["cost"] = str(Path(args.cost).resolve())
         setups.append((policy, ours, options))
     logs = Path(tempfile.mkdtemp(prefix="libraspec-policies-"))
     cells: dict[tuple, compare.Tally] = {}
@@ -77,20 +82,22 @@ def main() -> int:
         warm_up = next(iter(sets.values()))[:1]
         engines = compare.start(stack, setups, logs, warm_up, quiet=args.json)
         grid = list(itertools.product(sets, levels, temperatures, range(args.repeat)))
-        for turn, (name, level, temperature, _) in enumerate(
-            tqdm(grid, desc="cells", disable=args.json)
-        ):
+        order = random.Random(0)
+        for name, level, temperature, _ in tqdm(grid, desc="cells", file=sys.stderr):
             sampling = {"temperature": temperature, "max_new_tokens": args.max_new_tokens,
                         "ignore_eos": True}  # fmt: skip
-            for engine in engines if turn % 2 == 0 else engines[::-1]:
-                texts = itertools.cycle(sets[name])
-                requests = [
-                    {"input_ids": next(texts), "sampling_params": {**sampling, "sampling_seed": i}}
-                    for i in range(max(len(sets[name]), 2 * level))
-                ]
-                seconds, answers = engine.ask(requests, concurrency=level, flush=True)
-                key = (name, level, temperature, engine.name)
-                cells.setdefault(key, compare.Tally()).add(Batch.of(seconds, answers))
+            texts = itertools.cycle(sets[name])
+            requests = [
+                {"input_ids": next(texts), "sampling_params": {**sampling, "sampling_seed": i}}
+                for i in range(max(len(sets[name]), 4 * level))
+            ]
+            for first in range(0, len(requests), 2 * level):
+                for engine in order.sample(engines, len(engines)):
+                    seconds, answers = engine.ask(
+                        requests[first : first + 2 * level], concurrency=level, flush=True
+                    )
+                    key = (name, level, temperature, engine.name)
+                    cells.setdefault(key, compare.Tally()).add(Batch.of(seconds, answers))
     rows = summary(cells)
     if args.json:
         print(json.dumps({"pair": args.pair, "cells": rows}))

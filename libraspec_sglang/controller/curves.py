@@ -14,7 +14,8 @@ import numpy as np
 from .compiled import compiled
 from .policy import Sampled
 
-KINDS = 4  # inside + 2 * sampled
+INSIDE, SAMPLED = 1, 2  # what makes a kind, added up
+KINDS = 4
 CURVES, ENOUGH_CURVES = 128, 8
 """Survival curves remembered of each kind, and how many of a kind say something about it. Only the
 younger half of those there ever were is used: the first are of raw confidences."""
@@ -56,8 +57,10 @@ class Curves:
 
     def kinds(self, requests: Sequence[Hashable]) -> list[int]:
         """The kind of each request's next round."""
+        inside = self._inside
         return [
-            (request in self._inside) + 2 * isinstance(request, Sampled) for request in requests
+            INSIDE * (request in inside) + SAMPLED * isinstance(request, Sampled)
+            for request in requests
         ]
 
     def rates(
@@ -86,20 +89,21 @@ class Curves:
     def take(
         self,
         requests: Sequence[Hashable],
+        kinds: Sequence[int],
         confidence: np.ndarray,
         chance: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
         """Add a draft: confidences and their calibrated chances [bs, D'], D' <= D; [bs] accepted.
 
-        A request drafted as many tokens as have a confidence.
+        ``kinds`` are the requests', from :meth:`kinds`. A request drafted as many tokens as have
+        a confidence.
         """
-        kinds = self.kinds(requests)
         states = _take(
             confidence, chance, accepted, np.array(kinds), self._beyond, self._curves, self._taken
         )
         for request, kind, now in zip(requests, kinds, states.tolist(), strict=True):
-            if kind & 1 and now != UNDRAFTED:
+            if kind & INSIDE and now != UNDRAFTED:
                 del self._inside[request]
             if now == 1:  # the latest last
                 self._inside[request] = None
@@ -129,12 +133,12 @@ def _rates(gain, paid, later, batch, members, widths, varied, fixed, verify, dra
     For every width the best threshold on survival: tokens above it are verified. Positions are
     added width by width, so all widths take one pass over the tables.
     """
-    depth = gain.shape[1]
+    depth, present = gain.shape[1], np.flatnonzero(members)
     tokens, rows = np.zeros((KINDS, BUCKETS)), np.zeros((KINDS, BUCKETS))  # a request of the kind
     factor = np.ones(KINDS)
     others = float(batch)  # rows of the draft that are not varied
-    for kind in range(KINDS):
-        if members[kind] and not varied[kind]:
+    for kind in present:
+        if not varied[kind]:
             others += members[kind] * widths[kind]
             factor[kind] = later[kind, widths[kind]]
             for position in range(widths[kind]):
@@ -142,8 +146,8 @@ def _rates(gain, paid, later, batch, members, widths, varied, fixed, verify, dra
                 _add(rows[kind], paid[kind, position])
     rates = np.empty(depth + 1)
     for width in range(depth + 1):
-        for kind in range(KINDS):
-            if members[kind] and varied[kind]:
+        for kind in present:
+            if varied[kind]:
                 factor[kind] = later[kind, width]
                 if width > 0:
                     _add(tokens[kind], gain[kind, width - 1])
@@ -151,7 +155,9 @@ def _rates(gain, paid, later, batch, members, widths, varied, fixed, verify, dra
         drafted = others + width * (members * varied).sum()
         spent = fixed + (draft[int(drafted)] if drafted > batch else 0.0)
         first = paid[:, 0] if drafted > batch else np.zeros((KINDS, BUCKETS))
-        rates[width] = _best_rate(batch, members, factor, tokens, rows, first, spent, verify)
+        rates[width] = _best_rate(
+            batch, members, present, factor, tokens, rows, first, spent, verify
+        )
     return rates
 
 
@@ -162,7 +168,7 @@ def _add(total, more):
 
 
 @compiled
-def _best_rate(batch, members, factor, tokens, rows, first, spent, verify):
+def _best_rate(batch, members, present, factor, tokens, rows, first, spent, verify):
     """The best rate over thresholds.
 
     Rounds that verify nothing are apart from those that do: they cost what plain decoding costs,
@@ -173,7 +179,6 @@ def _best_rate(batch, members, factor, tokens, rows, first, spent, verify):
     best = brought / (spent + verify[batch])
     rest = np.ones(KINDS)  # shares of the kinds' requests that verify nothing
     idle = 1.0  # chance that all of them do
-    present = np.flatnonzero(members)
     for place in range(BUCKETS - 1, -1, -1):
         before, starts = verified, False
         for kind in present:
@@ -187,11 +192,14 @@ def _best_rate(batch, members, factor, tokens, rows, first, spent, verify):
             for kind in present:
                 rest[kind] = max(rest[kind] - first[kind, place], 0.0)
                 idle *= rest[kind] ** members[kind]
-        some = batch + (verified - batch) / max(1.0 - idle, 1e-9)  # rows where one does not
+        some = verified  # rows where one does not
+        if idle > 0.0:
+            some = batch + (verified - batch) / max(1.0 - idle, 1e-9)
         below = min(int(some), len(verify) - 2)
         seconds = verify[below] + (some - below) * (verify[below + 1] - verify[below])
-        seconds = idle * verify[batch] + (1.0 - idle) * seconds
-        best = max(best, brought / (spent + seconds))
+        seconds = spent + idle * verify[batch] + (1.0 - idle) * seconds
+        if brought > best * seconds:
+            best = brought / seconds
     return best
 
 

@@ -8,9 +8,9 @@ round spends elsewhere. Each round it decides two things.
    have brought; the width with the best expected rate is used. Curves of rounds that follow a draft
    accepted whole (the text is in the middle of something predictable) are kept apart from the
    others, and those of requests that sample from those of requests that do not; each request is
-   expected to go on like its kind, and drafted as wide as pays for that kind. Zero is a width: plain
-   decoding. While it is chosen, a draft is tried now and then (further and further apart) to see
-   whether the text has become predictable.
+   expected to go on like its kind, and drafted as wide as pays for that kind. Zero is a width:
+   plain decoding. While it is chosen, a draft is tried now and then (further and further apart) to
+   see whether the text has become predictable.
 2. *How many tokens to verify*, after drafting: :func:`batch.allocate` on the calibrated survivals.
 
 On a CPU everything is host arithmetic in small compiled loops. On a device the second decision is
@@ -32,8 +32,8 @@ from .calibration import BINS, REFRESH_EVERY, Calibration
 from .compiled import compiled
 from .cost import BatchCost, Elsewhere, Profile
 from .cost_file import Cost, Forward
-from .curves import KINDS, Curves, tokens_drafted
-from .policy import Policy, RoundTimes, Sampled
+from .curves import KINDS, SAMPLED, Curves, tokens_drafted
+from .policy import Policy, RoundTimes
 
 FIRST_PROBE, LAST_PROBE = 4, 64
 """Rounds of plain decoding before the next trial draft: first, and at most."""
@@ -78,7 +78,7 @@ class Libra(Policy):
         self.elsewhere = Elsewhere(cost.elsewhere if cost is not None else 0.0)
         self._width = [min(block_size, max_length)] * KINDS  # by kind of round
         self._curves = Curves(max_length)
-        self._sampled = np.zeros(0, dtype=bool)  # of the requests last asked about
+        self._kinds: list[int] = []  # of the requests last asked about
         self._chance: np.ndarray | None = None
         self._drafting = True
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
@@ -115,8 +115,7 @@ class Libra(Policy):
 
     def _drafts(self, requests: Sequence[Hashable], caps: Sequence[int] | None) -> list[int]:
         """Widths before caps; without ``caps`` the same for all."""
-        kinds = self._curves.kinds(requests)
-        self._sampled = _sampled(kinds)
+        kinds = self._kinds = self._curves.kinds(requests)
         if not self.verify_cost.known:
             return [self._width[kind] for kind in kinds]
         members = [0] * KINDS
@@ -183,7 +182,7 @@ class Libra(Policy):
         if on_device and confidence.numel() <= length_controller.LARGEST_BATCH:
             return self._decide_on_device(confidence, caps)
         bs, values = len(confidence), confidence.cpu().numpy()
-        self._chance = self._probability(values, self._sampled)
+        self._chance = self._probability(values, self._kinds)
         lengths = _lengths(
             values, self._chance, caps.cpu().numpy(), self.elsewhere.seconds(bs),
             self.draft_cost.curve(bs), self.verify_cost.curve(bs),
@@ -199,7 +198,7 @@ class Libra(Policy):
         seconds = spent + self.verify_cost.seconds(bs)[bs : most + 1]
         tables = [calibration.tables() for calibration in self.calibrations]
         parts = [np.concatenate([table[k].ravel() for table in tables]) for k in range(2)]
-        parts += [self._sampled.astype(np.float64), seconds]
+        parts += [_sampled(self._kinds).astype(np.float64), seconds]
         sent = torch.from_numpy(np.concatenate(parts)).to(confidence.device, non_blocking=True)
         base, slope, which, seconds = sent.split([part.size for part in parts])
         shape = len(tables), -1, BINS
@@ -207,13 +206,14 @@ class Libra(Policy):
             confidence, caps, seconds, tables=(base.view(shape), slope.view(shape), which)
         )
 
-    def _probability(self, confidence: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    def _probability(self, confidence: np.ndarray, kinds: Sequence[int]) -> np.ndarray:
         """[bs, D] chances of acceptance, each request by the calibration it belongs to."""
-        if not sampled.any():
+        if max(kinds, default=0) < SAMPLED:
             return self.calibrations[0].probability(confidence)
         chance = self.calibrations[1].probability(confidence)
-        if not sampled.all():
-            chance[~sampled] = self.calibrations[0].probability(confidence[~sampled])
+        if min(kinds) < SAMPLED:
+            greedy = ~_sampled(kinds)
+            chance[greedy] = self.calibrations[0].probability(confidence[greedy])
         return chance
 
     def _settle(self, batch: int, members: np.ndarray, equal: bool) -> None:
@@ -258,15 +258,17 @@ class Libra(Policy):
         if not confidence.shape[1]:
             return
         chance, self._chance = self._chance, None
-        sampled = np.array([isinstance(request, Sampled) for request in requests])
+        kinds = self._curves.kinds(requests)
         if chance is None:  # lengths were not ours to decide this round
-            chance = self._probability(confidence, sampled)
-        for calibration, own in zip(self.calibrations, (~sampled, sampled), strict=True):
-            if own.all():
-                calibration.update(confidence, verified, accepted, chance)
-            elif own.any():
+            chance = self._probability(confidence, kinds)
+        if (min(kinds) >= SAMPLED) == (max(kinds) >= SAMPLED):
+            calibration = self.calibrations[int(kinds[0] >= SAMPLED)]
+            calibration.update(confidence, verified, accepted, chance)
+        else:
+            sampled = _sampled(kinds)
+            for calibration, own in zip(self.calibrations, (~sampled, sampled), strict=True):
                 calibration.update(confidence[own], verified[own], accepted[own], chance[own])
-        self._curves.take(requests, confidence, chance, accepted)
+        self._curves.take(requests, kinds, confidence, chance, accepted)
 
     def learn_times(self, times: RoundTimes) -> None:
         """See :meth:`Policy.learn_times`; all seconds are taken at the machine's usual pace."""
@@ -303,7 +305,7 @@ def _profile(forward: Forward | None) -> Profile | None:
 
 
 def _sampled(kinds: Sequence[int]) -> np.ndarray:
-    return np.array([kind >= 2 for kind in kinds])
+    return np.array([kind >= SAMPLED for kind in kinds])
 
 
 @compiled
