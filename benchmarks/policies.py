@@ -5,12 +5,13 @@
 One engine per policy and one for plain decoding; engines take turns of a few prompts, in another
 order each time, so a noisy machine hurts all alike. Cells are prompt set x concurrency x
 temperature. Per cell and policy: tokens per second, eta (against plain decoding in the same cell),
-tau (tokens per round), rows verified per round, wasted rows (verified and not accepted). The last table compares `libra`
-with plain decoding, with the best static length *of each cell* (which nobody knows beforehand),
-with the one static length that is best over all cells (an operator could set it), and with the best
-other policy of each cell. A turn has twice as many requests as run at once and a cell at least two
-turns; prompts repeat where there are fewer. `libra` decides by what `libraspec profile` measured,
-if it is given (`--cost`), else by what it learns as it goes.
+tau (tokens per round), rows verified per round, wasted rows (verified and not accepted).
+
+The last table compares `libra` with plain decoding, with the best static length *of each cell*
+(which nobody knows beforehand), with the one static length that is best over all cells (an operator
+could set it), and with the best other policy of each cell. A turn has twice as many requests as run
+at once and a cell at least two turns; prompts repeat where there are fewer. `libra` decides by what
+`libraspec profile` measured, if it is given (`--cost`), else by what it learns as it goes.
 
 Each engine takes 0.5 (test pair) to 2 GB (real pair) of memory; `--policies` runs fewer.
 """
