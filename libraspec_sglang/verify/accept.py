@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from libraspec_sglang.kernels import accept as device
+
 from .layout import VerifyRows
 
 
@@ -50,15 +52,4 @@ def accept(
         limits: int64 [bs], drafted tokens that may be kept where more rows were verified than
             decided (a captured graph's fixed rows).
     """
-    # -1 never equals a token id, so a request's run ends at its own last verified row.
-    target = rows.spread(choices, width, fill=-1)
-    depth = rows.width - 1
-    agree = target[:, :depth] == drafted[:, :depth]
-    if rows.index is not None:
-        # A row at depth k verifies drafted token k+1 only if the request verified that token.
-        agree &= target[:, 1 : depth + 1] >= 0
-    if limits is not None:
-        agree &= torch.arange(depth, device=agree.device) < limits[:, None]
-    run = agree.to(torch.int32).cumprod(dim=1).sum(dim=1)
-    bonus = target.gather(1, run[:, None])[:, 0]
-    return Accepted(target, (run + 1).to(torch.int32), bonus)
+    return Accepted(*device.accept(choices, drafted, rows.lengths, width, limits))

@@ -16,6 +16,7 @@ class VerifyRows:
 
     Attributes:
         lens: verified tokens per request, ``1 + d_r`` (host).
+        lengths: int32 [bs], the same on the device.
         width: largest of ``lens``.
         window: W, columns of the window.
         index: int64 [T], each row's place in the flattened [bs, W] window; None when every
@@ -25,6 +26,7 @@ class VerifyRows:
     """
 
     lens: list[int]
+    lengths: torch.Tensor
     width: int
     window: int
     index: torch.Tensor | None
@@ -79,17 +81,16 @@ def verify_rows(lens: list[int], window_width: int, device: torch.device | str) 
     uniform = min(lens) == width
     index = None if uniform else torch.from_numpy(packed_index(lens, window_width)).to(device)
     request = torch.from_numpy(np.repeat(np.arange(len(lens)), lens)).to(device)
-    return VerifyRows(lens, width, window_width, index, request)
+    lengths = torch.tensor(lens, dtype=torch.int32).to(device)
+    return VerifyRows(lens, lengths, width, window_width, index, request)
 
 
 def ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:
     """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them)."""
-    device = rows.request.device
-    lens = torch.tensor(rows.lens, dtype=torch.int32).to(device)
-    indptr = torch.zeros(len(rows.lens) + 1, dtype=torch.int32, device=device)
-    torch.cumsum(lens, dim=0, out=indptr[1:])
+    indptr = rows.lengths.new_zeros(len(rows.lens) + 1)
+    torch.cumsum(rows.lengths, dim=0, out=indptr[1:])
     return RaggedVerifyLayout(
-        verify_lens=lens,
+        verify_lens=rows.lengths,
         graph_num_tokens=rows.total,
         extend_start_loc=indptr[:-1],
         qo_indptr_device=indptr,

@@ -4,20 +4,12 @@ The tests run whatever the public functions choose: the torch twins on CPU, the 
 CUDA; :func:`test_the_kernels_under_the_interpreter` repeats them with the kernels on CPU.
 """
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import triton
+from compiled import SHARED_KIB, check_compiled, rerun_interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from libraspec_sglang.controller.batch import best_lengths
 from libraspec_sglang.controller.calibration import BINS, Calibration
@@ -34,15 +26,7 @@ not_interpreted = pytest.mark.skipif(control.INTERPRETED, reason="needs compiled
 
 @not_interpreted
 def test_the_kernels_under_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
-    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 20
+    assert rerun_interpreted(__file__) >= 20
 
 
 def test_kernels_run_where_they_should(monkeypatch):
@@ -429,30 +413,13 @@ VARIANTS = [
     batch(0, 16),
     batch(BINS, 64),
 ]
-SHARED_KIB = {80: 163, 90: 227, 100: 227}
 
 
 @not_interpreted
 @pytest.mark.parametrize("name, signature, constants, warps", VARIANTS)
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_compiles_without_spills(name, signature, constants, warps, capability, tmp_path):
-    types = {**signature, **dict.fromkeys(constants, "constexpr")}
-    aligned = {  # pointers and strides as torch hands them over: widest loads, most registers
-        (place,): [["tt.divisibility", 16]]
-        for place, (argument, kind) in enumerate(signature.items())
-        if kind.startswith("*") or argument in ("row_stride", "width", "chunk")
-    }
-    binary = triton.compile(
-        ASTSource(getattr(kernels, name), types, constants, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "enable_fp_fusion": name == "confidences"},
-    )
-    assert binary.metadata.shared <= SHARED_KIB[capability] * 1024
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
-    # What does not fit the registers goes to the stack, or to other local memory.
-    assert re.search(rf"Function {name}:\s+REG:\d+ STACK:0 SHARED:\d+ LOCAL:0", usage.stdout), (
-        usage.stdout
-    )
+    check_compiled(
+        getattr(kernels, name), signature, constants, warps, capability, tmp_path,
+        aligned=("row_stride", "width", "chunk"), fused=name == "confidences",
+    )  # fmt: skip
