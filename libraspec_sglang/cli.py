@@ -452,6 +452,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
+    options.load()  # a variable that is none, or out of range, is better found here
     for name, value in enable.environment().items():
         print(f"export {name}={shlex.quote(value)}")
     return 0

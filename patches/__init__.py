@@ -14,6 +14,7 @@ EVERYWHERE = ("request_row_width",)
 
 CPU = (
     "cpu_record_stream",
+    "cpu_no_nccl",
     "cpu_flashinfer_modules",
     "cpu_flashinfer_float32",
     "cpu_flashinfer_host",

@@ -153,6 +153,13 @@ class TestCommandLine:
         for line in done.stdout.splitlines():
             assert line.startswith("export ")
 
+    @pytest.mark.parametrize("name", ["LIBRASPEC_ALPHA", "LIBRASPEC_ALPHAA"])
+    def test_env_refuses_a_variable_that_cannot_be(self, name, monkeypatch, capsys):
+        monkeypatch.setenv(name, "0")
+        assert cli.main(["env"]) == 1
+        out, err = capsys.readouterr()
+        assert not out and name in err
+
     def test_check_passes_here_and_fails_on_a_bad_drafter(self, tmp_path):
         command = [sys.executable, "-m", "libraspec_sglang.cli", "check"]
         good = subprocess.run(command, capture_output=True, text=True, timeout=300)
