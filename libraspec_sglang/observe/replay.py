@@ -13,10 +13,13 @@ short lengths. A narrower draft is taken to have the confidences of the first po
 traced one. All requests of a batch are drafted equally wide, as on CUDA. Acceptance that the trace
 did not observe is drawn (see :mod:`.trace_reader`).
 
-Two oracles, possible only here: ``clairvoyant`` knows what will be accepted, ``expected-optimal``
-knows each token's probability. Both maximise tokens per second over the whole replay (Dinkelbach's
-iteration: a token is worth 1, a second the rate so far, until the rate stands), so in replay no
-policy can beat the first where more rows never cost less.
+Three oracles, possible only here: ``clairvoyant`` knows what will be accepted, ``expected-optimal``
+knows each token's probability, both before anything is drafted, so that they draft just as wide as
+a round deserves. ``expected-one-width`` learns the probabilities from the draft, as policies do,
+and drafts equally wide in every round: the best that is left where rounds are exchangeable. All
+maximise tokens per second over the whole replay (Dinkelbach's iteration: a token is worth 1, a
+second the rate so far, until the rate stands), so in replay no policy can beat the first where more
+rows never cost less.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ from libraspec_sglang.options import OptionError, load
 
 from .trace_reader import Rounds
 
-CLAIRVOYANT, EXPECTED = "clairvoyant", "expected-optimal"
-ORACLES = (CLAIRVOYANT, EXPECTED)
+CLAIRVOYANT, EXPECTED, ONE_WIDTH = "clairvoyant", "expected-optimal", "expected-one-width"
+ORACLES = (CLAIRVOYANT, EXPECTED, ONE_WIDTH)
+ANY_WIDTH = -1
 UNPROFILED = "libra-unprofiled"
 ONLINE = ("libra", UNPROFILED, "libraspec", "failfast", "gemma", "static", "none")
 PARAMETER = {"static": "static_length", "libraspec": "alpha", "failfast": "threshold"}
@@ -249,27 +253,37 @@ def play_oracle(name: str, rounds: Rounds, schedule: Schedule, prices: Prices) -
         survival = (position < rounds.reached[:, None]).astype(np.float32)
     else:
         survival = rounds.chance.cumprod(axis=1)
+    widths = range(len(position) + 1) if name == ONE_WIDTH else (ANY_WIDTH,)
+    plays = [_play_best(survival, width, schedule, prices) for width in widths]
+    return max(plays, key=lambda play: play[1])[0]
+
+
+def _play_best(
+    survival: np.ndarray, width: int, schedule: Schedule, prices: Prices
+) -> tuple[Played, float]:
+    """The lengths of the highest expected rate, and that rate."""
     batch = schedule.index.shape[1]
     rate = 0.0
     while True:
         lengths, widths, expected = _best(
             survival, schedule.index, schedule.context, prices.verify, prices.draft,
-            prices.draft_context, rate,
+            prices.draft_context, rate, width,
         )  # fmt: skip
         played = Played(widths, lengths)
         seconds = prices.seconds(batch + lengths.sum(axis=1), widths, schedule.context)
         new = expected / seconds.sum()
         if new <= rate * (1 + 1e-9):
-            return played
+            return played, new
         rate = new
 
 
 @compiled
-def _best(survival, index, context, verify, draft, draft_context, rate):
+def _best(survival, index, context, verify, draft, draft_context, rate, only):
     """Lengths that maximise expected tokens less ``rate`` times seconds, round by round.
 
-    survival: [T, D], never increasing along D. Returns lengths [steps, N], widths [steps] and the
-    expected tokens of all rounds, bonus tokens included.
+    survival: [T, D], never increasing along D. only: the width of every round, or ANY_WIDTH.
+    Returns lengths [steps, N], widths [steps] and the expected tokens of all rounds, bonus tokens
+    included.
     """
     steps, batch = index.shape
     depth = survival.shape[1]
@@ -289,9 +303,13 @@ def _best(survival, index, context, verify, draft, draft_context, rate):
                 value[count], owner[count], place[count] = -p, slot, position
                 count += 1
         order = np.argsort(value[:count], kind="mergesort")
-        most = 0 if count == 0 else place[:count].max() + 1
+        first, last = 1, 0 if count == 0 else place[:count].max() + 1
         best, best_tokens, best_width, best_rows = -rate * verify[batch], 0.0, 0, 0
-        for width in range(1, most + 1):
+        if only != ANY_WIDTH:
+            first, last, best_width = max(only, 1), only, only
+            if only > 0:  # also where nothing is verified
+                best -= rate * (draft[only] + draft_context * context[step])
+        for width in range(first, last + 1):
             fixed = draft[width] + draft_context * context[step]
             tokens, rows = 0.0, 0
             for entry in order:
@@ -360,7 +378,7 @@ def evaluate(
     for spec, policy in zip(policies, online, strict=True):
         if spec == CLAIRVOYANT:
             games.append(clairvoyant)
-        elif spec == EXPECTED:
+        elif spec in ORACLES:
             games.append(play_oracle(spec, rounds, schedule, prices))
         else:
             games.append(play(policy, rounds, schedule, prices))
