@@ -251,9 +251,9 @@ has the cost file as its profile), libra-unprofiled (which learns costs from its
 three oracles: clairvoyant (knows what will be accepted), expected-optimal (knows every token's
 probability; fitted on the whole trace), both before anything is drafted, and expected-one-width
 (knows it once it is drafted, and drafts equally wide in every round; takes longer than the others
-together, so it is not among the defaults). Columns: tokens/s of the batch; eta, over plain decoding; tau, tokens per request and round; length, drafted tokens verified;
-wasted, of them not accepted; deviation, mean absolute difference of the length from the
-clairvoyant's.
+together, so it is not among the defaults). Columns: tokens/s of the batch; eta, over plain
+decoding; tau, tokens per request and round; length, drafted tokens verified; wasted, of them not
+accepted; deviation, mean absolute difference of the length from the clairvoyant's.
 
 Batches are formed by walking through the trace with N requests side by side. A round's acceptance
 is taken from the trace whatever was accepted before it: rounds are exchangeable samples.
