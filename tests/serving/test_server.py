@@ -69,7 +69,9 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = Server(log, "--enable-metrics", "--libraspec-max-length", "20")
+    server = Server(
+        log, "--enable-metrics", "--libraspec-max-length", "20", "--decode-log-interval", "8"
+    )
     try:
         server.wait()
         yield server
@@ -149,8 +151,8 @@ def test_n_and_logprobs(client):
 
 
 def test_metrics(server):
-    # Sampled, so that it does not fall into a loop: the gauges are renewed every 40 rounds.
-    server.generate(max_new_tokens=600, temperature=0.8, ignore_eos=True)
+    for text in (PROMPT, "class Stack:\n    ", "The library stood at the end of the "):
+        server.generate(text, max_new_tokens=120, ignore_eos=True)
     time.sleep(1.5)
     text = requests.get(f"{server.url}/metrics", timeout=30).text
     values = dict(re.findall(r"^(sglang:\w+)\{[^}]*\} ([\d.e+-]+)$", text, re.M))
