@@ -42,15 +42,8 @@ DFLASH = {
 }
 SERVERS = {
     "torch_native": {**EXACT, "attention_backend": "torch_native"},
-    "flashinfer": {**EXACT, "chunked_prefill_size": 96},
-    "dflash": {**DFLASH, "disable_overlap_schedule": False},
-    "dflash_paged": {
-        **DFLASH,
-        "disable_overlap_schedule": True,
-        "page_size": 16,
-        "chunked_prefill_size": 96,
-    },
-    "flashinfer_paged": {**EXACT, "page_size": 16, "disable_overlap_schedule": True},
+    "flashinfer": {**EXACT, "chunked_prefill_size": 96, "page_size": 16},
+    "dflash": {**DFLASH, "disable_overlap_schedule": False, "chunked_prefill_size": 96},
 }
 
 
@@ -95,9 +88,7 @@ def test_tokens_equal_torch_native(results, name):
     ("name", "ran"),
     [
         ("flashinfer", {"plan", "decode_run", "ragged_run", "paged_run", "merge_state"}),
-        ("flashinfer_paged", {"plan", "decode_run"}),
-        ("dflash", {"plan", "paged_run", "ragged_run"}),
-        ("dflash_paged", {"plan", "paged_run", "merge_state"}),
+        ("dflash", {"plan", "paged_run", "ragged_run", "merge_state"}),
     ],
 )
 def test_the_reference_really_ran(results, name, ran):
@@ -106,9 +97,8 @@ def test_the_reference_really_ran(results, name, ran):
     assert results["torch_native"]["calls"] == {}
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash_paged"])
-def test_drafts_are_accepted(results, name):
-    lengths = [x for batch in results[name]["accept"] for x in batch]
+def test_drafts_are_accepted(results):
+    lengths = [x for batch in results["dflash"]["accept"] for x in batch]
     assert max(lengths) > 1.5, lengths
 
 

@@ -13,7 +13,7 @@ from engines import engine
 from scipy import stats
 
 DRAWS = 20_000
-LENGTH = 500
+LENGTH = 250
 SETTINGS = {
     "temperature 1": {"temperature": 1.0},
     "temperature 0.7": {"temperature": 0.7},
@@ -78,21 +78,21 @@ def fits(table: np.ndarray, truth: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Answers of a plain and a speculative engine to every setting, plus seeded runs."""
+    """Answers to every setting with and without drafts, plus seeded runs of two engines."""
     logs = tmp_path_factory.mktemp("sampling")
     target, drafter = tiny.write_pair(logs)
     given = {
         "target": target,
         "drafter": drafter,
         "sampling_backend": "pytorch",
-        "max_running_requests": 48,
+        "max_running_requests": 96,
     }
     out: dict[str, dict] = {}
-    for name, algorithm in (("plain", None), ("speculative", "LIBRASPEC")):
-        options = {"policy": "libraspec", "alpha": 3.0}
-        with engine(logs, name, algorithm=algorithm, options=options, **given) as process:
+    options = {"policy": "libraspec", "alpha": 3.0}
+    with engine(logs, "speculative", options=options, **given) as process:
+        for name, params in (("plain", {"libraspec_max_length": 0}), ("speculative", None)):
             out[name] = {
-                key: process.ask(requests(setting), concurrency=48)[1]
+                key: process.ask(requests({**setting, "custom_params": params}), concurrency=96)[1]
                 for key, setting in SETTINGS.items()
             }
     for name, algorithm in (("plain seeded", None), ("speculative seeded", "LIBRASPEC")):
