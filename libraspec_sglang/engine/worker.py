@@ -32,7 +32,7 @@ from libraspec_sglang.verify.accept import Accepted, accept
 from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 
-from . import limits, machine
+from . import graphs, limits, machine
 from .draft_context import DraftContext
 from .draft_input import LibraSpecDraftInput
 from .outcome import Outcome
@@ -81,6 +81,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         self._target = TargetPass(target_worker, self._window_width)
         self._draft_context = DraftContext(self._append_target_hidden_to_draft_kv_by_loc)
         self._full_rows = False
+        self._draft_is_captured = False
         self._draft_vocabulary = draft.hot_token_ids and len(draft.hot_token_ids)
         draft_config = self.draft_model_runner.model_config
         circumstances = machine.circumstances(
@@ -125,16 +126,22 @@ class LibraSpecWorker(DFlashWorkerV2):
                 f"request rows hold {row_width} slots, but a context of {self._context_len} and "
                 f"the reservation of a round need {needed}; lower --libraspec-max-length"
             )
-        graphs = self.model_runner.decode_cuda_graph_runner is not None
+        captured = self.model_runner.decode_cuda_graph_runner
         flashinfer = isinstance(self.model_runner.attn_backend, FlashInferAttnBackend)
-        self._full_rows = graphs or not flashinfer
+        if isinstance(captured, graphs.RaggedGraphRunner):
+            self._target.use_graphs(captured)
+            self._policy.pay_by_tiers(captured.capture_num_tokens)
+            self._draft_is_captured = self.draft_model_runner.decode_cuda_graph_runner is not None
+        else:
+            self._full_rows = captured is not None or not flashinfer
         if self._full_rows:
             logger.warning(
-                "LibraSpec: ragged verification needs FlashInfer without CUDA graphs in this "
-                "version, so every request verifies the whole window of %d tokens; pass "
-                "--attention-backend flashinfer --cuda-graph-backend-decode disabled to verify "
-                "the decided lengths.",
+                "LibraSpec: every request verifies the whole window of %d tokens, because %s; "
+                "with FlashInfer (--attention-backend flashinfer) and a target it serves in "
+                "graphs, or with --cuda-graph-backend-decode disabled, the decided lengths are "
+                "verified.",
                 self._window_width,
+                graphs.obstacle(self.model_runner),
             )
         self._say_what_is_active()
 
@@ -177,14 +184,14 @@ class LibraSpecWorker(DFlashWorkerV2):
         proposal = self._propose(batch, window, kv_plan, lengths)
         clock.lap("draft")
         alpha = limits.alpha(batch.reqs, self._options.alpha, window.anchor.device)
-        lens = self._decide(proposal, caps, alpha)
+        lens, committed = self._decide(proposal, caps, alpha, window)
         clock.lap("decide")
         if max(lens) > proposal.length + 1:
             proposal = self._drafter.propose(
                 batch, window, kv_plan, [self._window_width - 1] * len(lens), known=proposal
             )
             clock.lap("draft")
-            lens = self._decide(proposal, caps, alpha)
+            lens, committed = self._decide(proposal, caps, alpha, window)
             clock.lap("decide")
         if self._unlearnt is not None and proposal.length:  # the host has just waited for lengths
             self._unlearnt.teach(self._policy)
@@ -193,7 +200,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         rows = verify_rows(lens, self._window_width, window.anchor.device)
         drafted = torch.cat([window.anchor[:, None], proposal.tokens], dim=1)
         positions = rows.take(window.positions)
-        verify_input = self._target.prepare(rows, drafted, positions, kv_plan)
+        verify_input = self._target.prepare(rows, drafted, positions, kv_plan, committed)
         clock.lap("layout")
 
         target_out = self._target.run(batch, rows, verify_input)
@@ -226,14 +233,13 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._logprobs(batch, logits_output, choices, rows)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        wait, hidden = proposal.length == 0 and rows.width == 1, logits_output.hidden_states
         self._draft_context.add(
             requests,
-            logits_output.hidden_states,
-            kv_plan.write_ids(
-                self.draft_model_runner.kv_index_translator, cols=verify_input.kv_loc_cols
-            ),
+            hidden.clone() if wait and target_out.can_run_cuda_graph else hidden,
+            kv_plan.write_ids(self.draft_model_runner.kv_index_translator, cols=rows.columns),
             positions,
-            wait=proposal.length == 0 and rows.width == 1,
+            wait=wait,
         )
         logits_output.hidden_states = None
         clock.lap("commit")
@@ -271,7 +277,9 @@ class LibraSpecWorker(DFlashWorkerV2):
         bs, most = len(requests), self._window_width - 1
         if self._full_rows:
             return [most] * bs
-        if self._on_device:  # a look at the caps would stall it; the window bounds them
+        if self._draft_is_captured:  # one width, the window; none where none is wanted
+            lengths = [most if self._policy.first_draft(requests, most) else 0] * bs
+        elif self._on_device:  # a look at the caps would stall it; the window bounds them
             lengths = [self._policy.first_draft(requests, most)] * bs
         else:
             lengths = self._policy.first_drafts(requests, caps.tolist())
@@ -290,17 +298,28 @@ class LibraSpecWorker(DFlashWorkerV2):
         want = self._policy.needs_confidence or self._trace is not None
         return self._drafter.propose(batch, window, kv_plan, lengths, confidence=want)
 
-    def _decide(self, proposal: Proposal, caps: torch.Tensor, alpha) -> list[int]:
-        """Rows each request verifies, anchor included, as the layout needs them: on the host."""
+    def _decide(
+        self, proposal: Proposal, caps: torch.Tensor, alpha, window: Window
+    ) -> tuple[list[int], list[int] | None]:
+        """Rows each request verifies, anchor included, on the host, where the layout needs them.
+
+        With them, in the one look at the device that a round takes, the tokens each request has so
+        far, if rounds replay graphs.
+        """
+        committed = window.prefix_lens if self._target.captured else None
         if self._full_rows:
-            return [self._window_width] * int(caps.shape[0])
+            return [self._window_width] * int(caps.shape[0]), None
         if proposal.length == 0:
-            return [1] * int(caps.shape[0])
+            ones = [1] * int(caps.shape[0])
+            return ones, None if committed is None else committed.tolist()
         lengths = self._policy.decide(proposal.confidence, caps, alpha)
         # A policy may be wrong about what pays, never about what is allowed.
         lengths = torch.minimum(lengths, caps).clamp_(min=0) + 1
         self._broadcast(lengths)
-        return lengths.tolist()
+        if committed is None:
+            return lengths.tolist(), None
+        lens, tokens = torch.stack([lengths.to(committed.dtype), committed]).tolist()
+        return lens, tokens
 
     def _broadcast(self, values: torch.Tensor) -> None:
         """Rank 0 decides; ranks that disagree by a rounding error would hang."""
@@ -411,6 +430,16 @@ class LibraSpecWorker(DFlashWorkerV2):
         start = self._options.cost or "conservative prior (no --libraspec-cost)"
         return f"{start}, refined by its rounds" if self._host_timed else start
 
+    def _rows_in_words(self) -> str:
+        """How decided lengths are verified."""
+        if self._full_rows:
+            return "whole window"
+        if not self._target.captured:
+            return "ragged"
+        tiers = self.model_runner.decode_cuda_graph_runner.capture_num_tokens
+        mib = self.model_runner.attn_backend.graph_state_bytes() / 2**20
+        return f"ragged in {len(tiers)} graphs to {tiers[-1]} rows (tables: {mib:.0f} MiB)"
+
     def _say_what_is_active(self) -> None:
         if self._tp_group.rank_in_group != 0:
             return
@@ -428,7 +457,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._window_width,
             self._draft_vocabulary or "all",
             type(self.model_runner.attn_backend).__name__,
-            "whole window" if self._full_rows else "ragged",
+            self._rows_in_words(),
             "kernels" if self._on_device else "host",
             self.device,
         )

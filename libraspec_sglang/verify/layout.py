@@ -49,6 +49,13 @@ class VerifyRows:
             return window[:, : self.width].reshape(-1)
         return window.reshape(-1)[self.index]
 
+    def places(self, size: int) -> torch.Tensor:
+        """int64 [size]: each row's place in the flattened window, -1 (SGLang's sink) beyond them."""
+        index = self.index
+        if index is None:
+            index = torch.from_numpy(packed_index(self.lens, self.window)).to(self.request.device)
+        return padded(index, size, -1)
+
     def spread(self, rows: torch.Tensor, width: int, fill: int) -> torch.Tensor:
         """Unpack [T] rows into [bs, width], ``fill`` where a request has no row."""
         bs = len(self.lens)
@@ -85,13 +92,22 @@ def verify_rows(lens: list[int], window_width: int, device: torch.device | str) 
     return VerifyRows(lens, lengths, width, window_width, index, request)
 
 
-def ragged_layout(rows: VerifyRows) -> RaggedVerifyLayout:
-    """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them)."""
+def padded(rows: torch.Tensor, size: int, fill: int = 0) -> torch.Tensor:
+    """[T] rows and ``fill`` up to [size]."""
+    return torch.nn.functional.pad(rows, (0, size - rows.shape[0]), value=fill)
+
+
+def ragged_layout(rows: VerifyRows, size: int | None = None) -> RaggedVerifyLayout:
+    """SGLang's description of unequal rows, with host lengths (its FlashInfer path needs them).
+
+    Args:
+        size: rows of the forward, where padding follows the batch's own.
+    """
     indptr = rows.lengths.new_zeros(len(rows.lens) + 1)
     torch.cumsum(rows.lengths, dim=0, out=indptr[1:])
     return RaggedVerifyLayout(
         verify_lens=rows.lengths,
-        graph_num_tokens=rows.total,
+        graph_num_tokens=rows.total if size is None else size,
         extend_start_loc=indptr[:-1],
         qo_indptr_device=indptr,
         verify_lens_cpu=rows.lens,
