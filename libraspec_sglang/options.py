@@ -26,7 +26,7 @@ ENV_PREFIX = "LIBRASPEC_"
 FLAG_PREFIX = "--libraspec-"
 REQUEST_PREFIX = "libraspec_"
 
-OTHER_VARIABLES = ("LIBRASPEC_CPU", "LIBRASPEC_CACHE")
+OTHER_VARIABLES = ("LIBRASPEC_CPU", "LIBRASPEC_CPU_GRAPHS", "LIBRASPEC_CACHE")
 """Ours, read elsewhere: not options of the controller."""
 
 MAX_ALPHA = 1e6  # verifies everything long before

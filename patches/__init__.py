@@ -26,6 +26,7 @@ CPU = (
     "cpu_dflash_rope",
     "cpu_input_embeds_dtype",
     "cpu_seeded_sampling",
+    "cpu_graphs",
     "cpu_call_counters",
 )
 """Patches of the CPU runtime, in the order they must be applied."""

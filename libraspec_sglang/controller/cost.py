@@ -149,6 +149,8 @@ class BatchCost:
         profile: of this forward.
         """
         self._share, self._depth, self._profile = prior_share, depth, profile
+        self.tiers: np.ndarray | None = None
+        """Rows that passes are padded to, ascending, where they are; more than the last are not."""
         self._drafted: dict[int, LineCost] = {}
         self._plain: dict[int, LineCost] = {}
         self._shapes: dict[int, np.ndarray] = {}
@@ -230,6 +232,10 @@ class BatchCost:
         shape = self._shapes.get(batch)
         if shape is None:
             rows = np.arange(batch * (self._depth + 1) + 1, dtype=np.float64)
+            if self.tiers is not None:
+                place = np.searchsorted(self.tiers, rows)
+                tiered = place < len(self.tiers)
+                rows[tiered] = self.tiers[place[tiered]]
             shape = rows if self._profile is None else self._profile(batch, rows)
             self._shapes[batch] = shape
         return shape

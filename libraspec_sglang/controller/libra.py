@@ -97,6 +97,10 @@ class Libra(Policy):
             other.learn(requests, drafted.numpy(), lengths.numpy(), lengths.numpy())
             other.learn_times(RoundTimes(1, 2, 1e-3, 2, 1e-3, 1e-3))
 
+    def pay_by_tiers(self, tiers: Sequence[int]) -> None:
+        """See :meth:`Policy.pay_by_tiers`; what a pass pays for anyway is then filled."""
+        self.verify_cost.tiers = np.asarray(tiers)
+
     # -- decisions -----------------------------------------------------------------------
 
     def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:

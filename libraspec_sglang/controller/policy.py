@@ -52,6 +52,9 @@ class Policy:
     def prepare(self) -> None:
         """Do at start-up what the first round would otherwise wait for."""
 
+    def pay_by_tiers(self, tiers: Sequence[int]) -> None:
+        """The target's passes are padded to these numbers of rows (ascending), and cost as much."""
+
     def first_draft(self, requests: Sequence[Hashable], cap: int) -> int:
         """Tokens the first drafting pass proposes; 0 skips drafting.
 

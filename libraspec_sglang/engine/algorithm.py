@@ -37,6 +37,9 @@ class LibraSpecAlgorithm(CustomSpecAlgo):
     def supports_prefill_shared_read_done(self) -> bool:
         return True
 
+    def supports_ragged_verify(self) -> bool:
+        return True
+
     def supports_grammar_overlap(self) -> bool:
         return True
 

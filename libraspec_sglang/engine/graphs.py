@@ -8,14 +8,16 @@ that a batch of one pays for what it verifies too. A tier serves any number of r
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import tqdm
 from sglang.srt.compilation import torch_compile_decoration
 from sglang.srt.environ import envs
+from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
+    resolve_attention_backend_strs,
+)
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
 
 from libraspec_sglang.verify import flashinfer
@@ -23,8 +25,6 @@ from libraspec_sglang.verify.layout import ragged_layout, verify_rows
 from libraspec_sglang.verify.tiers import token_tiers
 
 from . import algorithm
-
-logger = logging.getLogger(__name__)
 
 
 class RaggedGraphRunner(DecodeCudaGraphRunner):
@@ -40,9 +40,11 @@ class RaggedGraphRunner(DecodeCudaGraphRunner):
         return token_tiers(self.max_bs * self.captured_req_width)
 
     def _capture_one_stream(self, stream_idx: int | None = None) -> None:
-        tiers = list(reversed(self.capture_num_tokens))  # the largest first: the rest reuse its memory
         for tokens in tqdm.tqdm(
-            tiers, desc="Capturing verifications", unit="tier", disable=get_parallel().tp_rank != 0
+            self.capture_num_tokens[::-1],  # the largest first: the others reuse its memory
+            desc="Capturing verifications",
+            unit="tier",
+            disable=get_parallel().tp_rank != 0,
         ):
             with torch_compile_decoration.patch_model(
                 self.model_runner.model,
@@ -80,34 +82,23 @@ def obstacle(runner) -> str | None:
         return "the target has sliding-window layers"
     if runner.model_config.is_encoder_decoder:
         return "the target has an encoder"
-    if runner.prefill_attention_backend_str != flashinfer.NAME:
-        return f"the attention backend is {runner.prefill_attention_backend_str}, not FlashInfer"
+    backends = resolve_attention_backend_strs(model_runner=runner)
+    for backend in (backends.prefill, backends.decode):
+        if backend != flashinfer.NAME:
+            return f"the attention backend is {backend}, not FlashInfer"
     if get_exec().overlap.enable_two_batch_overlap:
         return "--enable-two-batch-overlap splits batches by request"
+    if get_disagg().enable_pdmux:
+        return "--enable-pdmux keeps several attention backends"
     if get_exec().graph.disable_cuda_graph_padding:
         return "--disable-cuda-graph-padding leaves no tiers to pad to"
     return None
 
 
-def _ours(runner) -> bool:
-    """Whether this is a LIBRASPEC target whose verifications will be captured ragged."""
+def wanted(runner) -> bool:
+    """Whether this is a LIBRASPEC target whose verifications will be captured by tiers."""
     return (
-        not runner.is_draft_worker
-        and isinstance(runner.spec_algorithm, algorithm.LibraSpecAlgorithm)
+        isinstance(runner.spec_algorithm, algorithm.LibraSpecAlgorithm)
+        and not runner.is_draft_worker
         and obstacle(runner) is None
     )
-
-
-def attention_backend(original, runner, *args: Any, **kwargs: Any):
-    """Around ``ModelRunner._get_attention_backend``."""
-    if not _ours(runner):
-        return original(runner, *args, **kwargs)
-    with flashinfer.in_place_of_sglangs():
-        return original(runner, *args, **kwargs)
-
-
-def runner_class(original, runner, *args: Any, **kwargs: Any):
-    """Around ``ModelRunner._decode_cuda_graph_runner_cls``."""
-    if _ours(runner) and isinstance(runner.attn_backend, flashinfer.FlashInferAttnBackend):
-        return RaggedGraphRunner
-    return original(runner, *args, **kwargs)

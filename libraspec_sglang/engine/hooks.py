@@ -90,9 +90,31 @@ def _logprob_problem(wanted, vocabulary: int | None) -> str | None:
     return None
 
 
+def attention_backends(original, runner, *args, **kwargs):
+    """Around ``ModelRunner.init_attention_backends``: ours for a target that we capture."""
+    from . import graphs
+
+    if not graphs.wanted(runner):
+        return original(runner, *args, **kwargs)
+    with graphs.flashinfer.in_place_of_sglangs():
+        return original(runner, *args, **kwargs)
+
+
+def runner_class(original, runner, *args, **kwargs):
+    """Around ``ModelRunner._decode_cuda_graph_runner_cls``: likewise."""
+    from . import graphs
+
+    if graphs.wanted(runner):
+        return graphs.RaggedGraphRunner
+    return original(runner, *args, **kwargs)
+
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 HOOKS = (
     ("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, "AFTER"),
     ("sglang.srt.server_args.ServerArgs.from_cli_args", take_flags, "AROUND"),
     ("sglang.srt.server_args.ServerArgs.resolve_once", resolve, "AROUND"),
     ("sglang.srt.managers.scheduler.validate_dflash_request", validate_request, "AROUND"),
+    (f"{_RUNNER}.init_attention_backends", attention_backends, "AROUND"),
+    (f"{_RUNNER}._decode_cuda_graph_runner_cls", runner_class, "AROUND"),
 )

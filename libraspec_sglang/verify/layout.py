@@ -50,7 +50,7 @@ class VerifyRows:
         return window.reshape(-1)[self.index]
 
     def places(self, size: int) -> torch.Tensor:
-        """int64 [size]: each row's place in the flattened window, -1 (SGLang's sink) beyond them."""
+        """int64 [size]: each row's place in the flattened window; beyond them -1, SGLang's sink."""
         index = self.index
         if index is None:
             index = torch.from_numpy(packed_index(self.lens, self.window)).to(self.request.device)
