@@ -22,7 +22,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_captu
 
 from libraspec_sglang.verify import flashinfer
 from libraspec_sglang.verify.layout import ragged_layout, verify_rows
-from libraspec_sglang.verify.tiers import token_tiers
+from libraspec_sglang.verify.tiers import tier_of, token_tiers
 
 from . import algorithm
 
@@ -35,6 +35,10 @@ class RaggedGraphRunner(DecodeCudaGraphRunner):
         # be told so.
         with envs.SGLANG_RAGGED_VERIFY_MODE.override("compact"):
             super().__init__(model_runner, **kwargs)
+
+    def tier(self, requests: int, rows: int) -> int | None:
+        """Rows of the graph that takes such a batch; None where none does and it runs eagerly."""
+        return tier_of(rows, self.capture_num_tokens) if requests <= self.max_bs else None
 
     def _build_ragged_verify_token_buckets(self) -> list[int]:
         return token_tiers(self.max_bs * self.captured_req_width)

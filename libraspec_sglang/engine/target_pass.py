@@ -12,7 +12,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from libraspec_sglang.verify.layout import VerifyRows, padded, ragged_layout
-from libraspec_sglang.verify.tiers import tier_of
 
 from .graphs import RaggedGraphRunner
 
@@ -56,8 +55,7 @@ class TargetPass:
             spread = drafted.new_empty((drafted.shape[0], self._window_width))
             spread[:, : drafted.shape[1]] = drafted
         if self.captured:
-            # Beyond the last tier SGLang's runner declines, and the rows run as they are.
-            size = tier_of(rows.total, self._graphs.capture_num_tokens) or rows.total
+            size = self._graphs.tier(len(rows.lens), rows.total) or rows.total
             return DFlashVerifyInput(
                 draft_token=padded(rows.take(spread), size),
                 positions=padded(positions, size),
