@@ -32,6 +32,7 @@ OTHER_VARIABLES = ("LIBRASPEC_CPU", "LIBRASPEC_CPU_GRAPHS", "LIBRASPEC_CACHE")
 MAX_ALPHA = 1e6  # verifies everything long before
 PolicyName = Literal["auto", "libra", "libraspec", "failfast", "gemma", "static", "none"]
 ExtensionName = Literal["wide", "block"]
+GraphsName = Literal["whole", "ragged"]
 
 
 class OptionError(ValueError):
@@ -96,6 +97,12 @@ class Options(BaseModel):
         "drafter was trained to, and a further one, conditioned on the drafted tokens, only when "
         "the controller asks for it; 'wide' drafts d_max tokens in one pass. Policies 'libraspec' "
         "and 'failfast' only; 'libra' chooses the width of its one pass itself.",
+    )
+    graphs: GraphsName = Field(
+        "whole",
+        description="What is verified where the target runs in CUDA graphs: the 'whole' window of "
+        "every request, or 'ragged', the decided lengths, in graphs by the number of rows. "
+        "'ragged' needs --attention-backend flashinfer and has not been run on a GPU yet.",
     )
     cost: str | None = Field(
         None,
@@ -266,7 +273,7 @@ def request_options(custom_params: Any) -> RequestOptions:
     return _validated(RequestOptions, given, lambda f: f"custom_params['{REQUEST_PREFIX}{f}']")
 
 
-_CHOICES = ("policy", "extension")
+_CHOICES = ("policy", "extension", "graphs")
 _NO_REQUEST_OPTIONS = RequestOptions()
 
 

@@ -204,10 +204,11 @@ def _target_config(server_args) -> dict | None:
 
 
 def _verifies_ragged(server_args) -> bool:
-    """Whether rounds will verify decided lengths: FlashInfer, outside CUDA graphs."""
+    """Whether rounds will verify decided lengths: FlashInfer, in ragged graphs or in none."""
     backend = server_args.prefill_attention_backend or server_args.attention_backend
     eager = server_args.cuda_graph_backend_decode == "disabled" or server_args.disable_cuda_graph
-    return server_args.device == "cpu" or (backend == "flashinfer" and bool(eager))
+    unequal = bool(eager) or options.load().graphs == "ragged"
+    return server_args.device == "cpu" or (backend == "flashinfer" and unequal)
 
 
 def _draft_backend(server_args) -> str:

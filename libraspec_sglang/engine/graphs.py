@@ -20,6 +20,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.runtime_context import get_disagg, get_exec, get_parallel
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, build_capture_verify_lens
 
+from libraspec_sglang import options
 from libraspec_sglang.verify import flashinfer
 from libraspec_sglang.verify.layout import ragged_layout, verify_rows
 from libraspec_sglang.verify.tiers import tier_of, token_tiers
@@ -102,7 +103,8 @@ def obstacle(runner) -> str | None:
 def wanted(runner) -> bool:
     """Whether this is a LIBRASPEC target whose verifications will be captured by tiers."""
     return (
-        isinstance(runner.spec_algorithm, algorithm.LibraSpecAlgorithm)
+        options.load().graphs == "ragged"
+        and isinstance(runner.spec_algorithm, algorithm.LibraSpecAlgorithm)
         and not runner.is_draft_worker
         and obstacle(runner) is None
     )

@@ -136,12 +136,11 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._full_rows = captured is not None or not flashinfer
         if self._full_rows:
             logger.warning(
-                "LibraSpec: every request verifies the whole window of %d tokens, because %s; "
-                "with FlashInfer (--attention-backend flashinfer) and a target it serves in "
-                "graphs, or with --cuda-graph-backend-decode disabled, the decided lengths are "
-                "verified.",
+                "LibraSpec: every request verifies the whole window of %d tokens (%s); pass "
+                "--attention-backend flashinfer and --cuda-graph-backend-decode disabled to "
+                "verify the decided lengths.",
                 self._window_width,
-                graphs.obstacle(self.model_runner),
+                graphs.obstacle(self.model_runner) or "--libraspec-graphs whole",
             )
         self._say_what_is_active()
 

@@ -23,7 +23,7 @@ def captured(tmp_path_factory):
         with engine(
             logs,
             "captured",
-            options={"policy": "libraspec", "alpha": 4.0, "max_length": 20},
+            options={"policy": "libraspec", "alpha": 4.0, "max_length": 20, "graphs": "ragged"},
             cuda_graph_bs_decode=[1, 2, 4],
             disable_overlap_schedule=False,
             page_size=16,
