@@ -87,6 +87,8 @@ FUNCTIONS = {
     "sglang.srt.layers.sampler:apply_custom_logit_processor": ("logits", "sampling_batch_info"),
     "sglang.srt.managers.overlap_utils:FutureMap.__init__": (),
     "sglang.srt.managers.scheduler:validate_dflash_request": ("req", "enable_overlap"),
+    "sglang.srt.model_executor.model_runner:ModelRunner.init_attention_backends": (),
+    "sglang.srt.model_executor.model_runner:ModelRunner._decode_cuda_graph_runner_cls": (),
     "sglang.srt.runtime_context:attn_dp_enabled_of": ("cfg",),
     "sglang.srt.runtime_context:get_exec": (),
     "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),

@@ -131,7 +131,11 @@ class LibraSpecWorker(DFlashWorkerV2):
         if isinstance(captured, graphs.RaggedGraphRunner):
             self._target.use_graphs(captured)
             self._policy.pay_by_tiers(captured.capture_num_tokens)
-            self._draft_is_captured = self.draft_model_runner.decode_cuda_graph_runner is not None
+            draft = self.draft_model_runner
+            self._draft_is_captured = draft.decode_cuda_graph_runner not in (
+                None,
+                draft.eager_runner,
+            )
         else:
             self._full_rows = captured is not None or not flashinfer
         if self._full_rows:
