@@ -10,7 +10,6 @@ Slower than no graphs, hence off unless asked for.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,13 +17,6 @@ from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.model_executor.runner_backend.base_cuda_graph_backend import BaseCudaGraphBackend
 
 from libraspec_sglang.engine.graphs import RaggedGraphRunner
-
-SWITCH = "LIBRASPEC_CPU_GRAPHS"
-
-
-def wanted() -> bool:
-    """Whether the switch is on."""
-    return os.environ.get(SWITCH) == "1"
 
 
 class ReplayedCalls(BaseCudaGraphBackend):

@@ -41,6 +41,11 @@ class RaggedGraphRunner(DecodeCudaGraphRunner):
         """Rows of the graph that takes such a batch; None where none does and it runs eagerly."""
         return tier_of(rows, self.capture_num_tokens) if requests <= self.max_bs else None
 
+    def in_words(self) -> str:
+        """What is captured, and the device memory that all tiers share."""
+        tiers, mib = self.capture_num_tokens, self.attn_backend.graph_state_bytes() / 2**20
+        return f"ragged in {len(tiers)} graphs to {tiers[-1]} rows (tables: {mib:.0f} MiB)"
+
     def _build_ragged_verify_token_buckets(self) -> list[int]:
         return token_tiers(self.max_bs * self.captured_req_width)
 

@@ -437,11 +437,9 @@ class LibraSpecWorker(DFlashWorkerV2):
         """How decided lengths are verified."""
         if self._full_rows:
             return "whole window"
-        if not self._target.captured:
-            return "ragged"
-        tiers = self.model_runner.decode_cuda_graph_runner.capture_num_tokens
-        mib = self.model_runner.attn_backend.graph_state_bytes() / 2**20
-        return f"ragged in {len(tiers)} graphs to {tiers[-1]} rows (tables: {mib:.0f} MiB)"
+        if self._target.captured:
+            return self.model_runner.decode_cuda_graph_runner.in_words()
+        return "ragged"
 
     def _say_what_is_active(self) -> None:
         if self._tp_group.rank_in_group != 0:

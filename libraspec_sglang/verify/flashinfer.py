@@ -48,10 +48,10 @@ class FlashInferAttnBackend(flashinfer_backend.FlashInferAttnBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, kv_indices_buf=None) -> None:
         """Buffers that captured kernels read; see the module for their sizes."""
-        super().init_cuda_graph_state(max_bs, max_bs, kv_indices_buf)
         device, slots = self.kv_indptr[0].device, max_bs + 1
         most = max_bs * self.max_context_len + max_num_tokens
         self._indices = torch.zeros(most, dtype=torch.int32, device=device)
+        super().init_cuda_graph_state(max_bs, max_bs, self._indices)
         self._offsets = torch.zeros((2, slots + 1), dtype=torch.int32, device=device)
         self._last_page = torch.ones(slots, dtype=torch.int32, device=device)
 

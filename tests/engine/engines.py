@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,23 @@ def engine(
     with EngineProcess(name, given, options or {}, logs / f"{name}.log") as process:
         process.wait_ready()
         yield process
+
+
+def limited(
+    prompts: list[list[int]], lengths: Sequence[int], max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """Greedy requests that verify at most ``lengths[i]`` drafted tokens a round, in turn."""
+    return [
+        {
+            "input_ids": prompt,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": max_new_tokens,
+                "custom_params": {"libraspec_max_length": lengths[i % len(lengths)]},
+            },
+        }
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def encode(texts: list[str], room: int = 600) -> list[list[int]]:

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from engines import encode, engine
+from engines import encode, engine, limited
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU's graphs")
 TOKENS = 32
@@ -32,20 +32,6 @@ def captured(tmp_path_factory):
             yield process
 
 
-def requests(prompts, lengths):
-    return [
-        {
-            "input_ids": prompt,
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": TOKENS,
-                "custom_params": {"libraspec_max_length": lengths[i % len(lengths)]},
-            },
-        }
-        for i, prompt in enumerate(prompts)
-    ]
-
-
 def test_it_says_what_is_captured(captured):
     line = next(x for x in captured.log_file.read_text().splitlines() if "LibraSpec active" in x)
     # 4 requests of 21 rows
@@ -55,11 +41,11 @@ def test_it_says_what_is_captured(captured):
 @pytest.mark.parametrize(("concurrency", "number"), [(1, 8), (4, 24), (8, 24)])
 def test_output_is_the_targets_own(captured, prompt_texts, concurrency, number):
     prompts = encode(prompt_texts)[:number]
-    _, plain = captured.ask(requests(prompts, [0]), concurrency=concurrency, flush=True)
-    for lengths in ([20], list(range(21))):
+    _, plain = captured.ask(limited(prompts, [0], TOKENS), concurrency=concurrency, flush=True)
+    for lengths in ([20], range(21)):
         for flush in (True, False):
             _, drafted = captured.ask(
-                requests(prompts, lengths), concurrency=concurrency, flush=flush
+                limited(prompts, lengths, TOKENS), concurrency=concurrency, flush=flush
             )
             assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in plain]
     rounds = sum(a["meta_info"]["spec_verify_ct"] for a in drafted)

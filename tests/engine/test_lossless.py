@@ -10,7 +10,7 @@ import json
 
 import pytest
 import torch
-from engines import encode, engine
+from engines import encode, engine, limited
 
 TOKENS = 48
 CONCURRENCIES = (1, 4, 16)
@@ -88,22 +88,12 @@ def test_cold_and_warm_at_every_concurrency(default_engine, plain, prompts, conc
 @pytest.mark.parametrize(("concurrency", "number"), [(1, 12), (4, 24), (16, 32)])
 def test_batches_that_decode_plainly(default_engine, plain, prompts, concurrency, number):
     """Rounds without a drafted token take the target's decode path; every other batch mixes."""
-    for plain_ones in (1, 2):
-        requests = [
-            {
-                "input_ids": p,
-                "sampling_params": {
-                    "temperature": 0,
-                    "max_new_tokens": TOKENS,
-                    "custom_params": {"libraspec_max_length": 24 * (i % plain_ones)},
-                },
-            }
-            for i, p in enumerate(prompts[:number])
-        ]
+    for lengths in ([0], [0, 24]):
+        requests = limited(prompts[:number], lengths, TOKENS)
         for flush in (True, False):
             _, answers = default_engine.ask(requests, concurrency=concurrency, flush=flush)
             assert [a["output_ids"] for a in answers] == plain["outputs"][:number]
-            for answer in answers[::plain_ones]:
+            for answer in answers[:: len(lengths)]:
                 assert answer["meta_info"].get("spec_cap_length", 1.0) == 1.0
 
 
@@ -233,17 +223,7 @@ def static_engine(logs):
 def test_every_verify_width(static_engine, plain, prompts):
     """Widths 1 to 25, each alone and mixed in one batch."""
     for concurrency, number in ((1, 25), (16, 64)):
-        requests = [
-            {
-                "input_ids": p,
-                "sampling_params": {
-                    "temperature": 0,
-                    "max_new_tokens": TOKENS,
-                    "custom_params": {"libraspec_max_length": i % 25},
-                },
-            }
-            for i, p in enumerate(prompts[:number])
-        ]
+        requests = limited(prompts[:number], range(25), TOKENS)
         _, answers = static_engine.ask(requests, concurrency=concurrency, flush=True)
         assert [a["output_ids"] for a in answers] == plain["outputs"][:number]
         for i, answer in enumerate(answers):

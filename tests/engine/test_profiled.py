@@ -7,6 +7,7 @@ from engines import encode, engine
 
 from libraspec_sglang import cli
 from libraspec_sglang.controller import cost_file
+from libraspec_sglang.demo.runner import RunnerError
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +49,14 @@ def test_a_server_decides_by_it(profile, logs, prompt_texts):
     assert f"cost={profile}, refined by its rounds" in (logs / "priced.log").read_text()
     header = json.loads(trace.read_text().splitlines()[0])
     assert cost_file.read(profile).target == header["target"]
+
+
+def test_another_models_profile_is_refused_with_the_way_out(profile, logs):
+    other = logs / "other.yaml"
+    cost = cost_file.read(profile)
+    cost_file.write(cost.model_copy(update={"target": "another"}), other)
+    with (
+        pytest.raises(RunnerError, match=r"other\.yaml: made for the target 'another'.*unchecked"),
+        engine(logs, "refused", options={"cost": other}),
+    ):
+        pass

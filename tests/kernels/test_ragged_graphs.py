@@ -11,7 +11,6 @@ from libraspec_sglang.cpu import enable
 
 REPLAYS = """
 import random, sys
-from functools import partial
 from types import SimpleNamespace
 import torch
 from libraspec_sglang.cpu import enable
@@ -113,7 +112,8 @@ for turn in range(replays):
     replayed.add(tier)
 assert worst < 1e-5, worst
 assert used == set(range(1, WIDTH + 1)), used
-print("ok", len(replayed), "of", len(tiers), "tiers", worst)
+assert replays < 1000 or replayed == set(tiers), replayed
+print("ok")
 """
 
 
