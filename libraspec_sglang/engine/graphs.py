@@ -92,6 +92,8 @@ def obstacle(runner) -> str | None:
         return "the target has sliding-window layers"
     if runner.model_config.is_encoder_decoder:
         return "the target has an encoder"
+    if runner.model_config.model_is_mrope:
+        return "the target has multimodal rotary positions, which SGLang keeps by request"
     backends = resolve_attention_backend_strs(model_runner=runner)
     for backend in (backends.prefill, backends.decode):
         if backend != flashinfer.NAME:

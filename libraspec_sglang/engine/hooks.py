@@ -104,7 +104,8 @@ def runner_class(original, runner, *args, **kwargs):
     """Around ``ModelRunner._decode_cuda_graph_runner_cls``: likewise."""
     from . import graphs
 
-    if graphs.wanted(runner):
+    ours = isinstance(runner.attn_backend, graphs.flashinfer.FlashInferAttnBackend)
+    if ours and graphs.wanted(runner):  # SGLang wraps the backend of a target with Mamba layers
         return graphs.RaggedGraphRunner
     return original(runner, *args, **kwargs)
 

@@ -1,5 +1,7 @@
 """Which passes are captured, and that the controller pays for them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from libraspec_sglang.controller.libra import Libra
 from libraspec_sglang.controller.policy import RoundTimes
 
 pytest.importorskip("sglang")
+from libraspec_sglang.engine import graphs
 from libraspec_sglang.verify.tiers import tier_of, token_tiers
 
 
@@ -44,3 +47,20 @@ def test_a_tier_that_is_paid_for_is_filled():
         lengths[tiers is None] = int(libra.decide(tokens, caps)[0])
     assert 1 + lengths[True] == 7
     assert 1 + lengths[False] == 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("use_mla_backend", True, "latent attention"),
+        ("sliding_window_size", 128, "sliding-window"),
+        ("is_encoder_decoder", True, "encoder"),
+        ("model_is_mrope", True, "multimodal rotary"),
+    ],
+)
+def test_targets_that_are_not_captured_by_tiers(field, value, words):
+    plain = {"use_mla_backend": False, "sliding_window_size": None,
+             "is_encoder_decoder": False, "model_is_mrope": False}  # fmt: skip
+    given = SimpleNamespace(**{**plain, field: value})
+    given.model_config = given
+    assert words in graphs.obstacle(given)
