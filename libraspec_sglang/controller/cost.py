@@ -21,6 +21,7 @@ class Elsewhere:
     """
 
     OUTLIER = 2.0  # times the usual
+    YOUNG = 20  # rounds
     NOW, USUAL = 0.3, 0.02  # how fast the pace and the usual follow
 
     def __init__(self, start: float = 0.0) -> None:
@@ -35,8 +36,10 @@ class Elsewhere:
         """A round of ``batch`` requests took ``seconds`` there; what is not a time is ignored."""
         if not 0.0 < seconds < math.inf:
             return
-        rounds = self._rounds[batch] = self._rounds.get(batch, 0) + 1
-        usual = self._usual.get(batch, seconds)
+        rounds, usual = self._rounds.get(batch, 0) + 1, self._usual.get(batch, seconds)
+        if rounds <= self.YOUNG and seconds < usual / self.OUTLIER**2:  # the first were outliers
+            rounds, usual = 1, seconds
+        self._rounds[batch] = rounds
         ratio = min(max(seconds / usual, 1.0 / self.OUTLIER), self.OUTLIER)
         self._usual[batch] = usual * (1.0 + max(1.0 / rounds, self.USUAL) * (ratio - 1.0))
         self.pace += self.NOW * (ratio - self.pace)
@@ -59,12 +62,12 @@ class LineCost:
 
     MEMORY = 300.0  # rounds
     PRIOR = 20.0  # rounds that the prior counts as
-    OUTLIER = 3.0  # times the expected seconds; what is above is cut (another process, a page-in)
+    OUTLIER = 3.0  # times the expected seconds; what is above is cut (a first compile, a page-in)
 
     def __init__(self, prior_share: float, prior_spread: float) -> None:
         """Args:
-        prior_share: slope assumed, as a share of the mean seconds per unit of x; 0: of the mean
-            of x, which is a line through the origin.
+        prior_share: slope assumed, as a share of the mean seconds per unit of x; 0: x is the
+            seconds expected, and the line goes through the origin.
         prior_spread: spread of x that the prior slope counts as; in the mean x where
             ``prior_share`` is 0.
         """
@@ -77,9 +80,12 @@ class LineCost:
         """One forward at ``x`` took ``seconds``; what is not a time is ignored."""
         if not 0.0 < seconds < math.inf:
             return
-        if self._weight > 20.0:
-            start, slope = self.line()
-            seconds = min(seconds, self.OUTLIER * (start + slope * x))
+        least, most = self._expected(x)
+        if seconds * self.OUTLIER < least:  # the first were outliers: no load speeds up
+            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+            self.rounds = 0
+            most = self._expected(x)[1]
+        seconds = min(seconds, self.OUTLIER * most)
         self.fade()
         self.rounds += 1
         self._weight += 1.0
@@ -87,6 +93,17 @@ class LineCost:
         self._y += seconds
         self._xx += x * x
         self._xy += x * seconds
+
+    def _expected(self, x: float) -> tuple[float, float]:
+        """(least, most) seconds at ``x`` of any line that what is known leaves possible."""
+        if not self._weight:
+            return 0.0, math.inf if self._share else x
+        if self._weight > self.PRIOR:
+            start, slope = self.line()
+            return 0.0, start + slope * x
+        mean_x, y = self.mean()
+        through_origin = y * x / max(mean_x, 1e-12)
+        return min(y, through_origin), max(y, through_origin)
 
     def fade(self) -> None:
         """A round that says nothing about this line has gone by; the last one's worth stays."""

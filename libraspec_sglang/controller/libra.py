@@ -46,7 +46,8 @@ costs is seen only there; a line through drafted rounds alone says too much for 
 FAR = 0.75
 """Plain decoding's rate, as a share of the best, below which its price is looked at again late."""
 PROBE_WIDTH = 3
-"""Tokens of a trial draft."""
+"""Tokens of a trial draft. All are verified: nothing else shows what is accepted and what it costs.
+"""
 WIDTH_EVERY = 6
 """Rounds a chosen width stands, while the batch is of the same size and kinds."""
 MARGIN = 0.01
@@ -80,7 +81,7 @@ class Libra(Policy):
         self._curves = Curves(max_length)
         self._kinds: list[int] = []  # of the requests last asked about
         self._chance: np.ndarray | None = None
-        self._drafting = True
+        self._drafting, self._trial = True, False
         self._probe_in, self._probe_gap = 0, FIRST_PROBE
         self._explore_in = EXPLORE_EVERY
         self._plain_in: dict[int, tuple[int, int]] = {}  # by batch size: rounds left, of how many
@@ -120,6 +121,7 @@ class Libra(Policy):
     def _drafts(self, requests: Sequence[Hashable], caps: Sequence[int] | None) -> list[int]:
         """Widths before caps; without ``caps`` the same for all."""
         kinds = self._kinds = self._curves.kinds(requests)
+        self._trial = False
         if not self.verify_cost.known:
             return [self._width[kind] for kind in kinds]
         members = [0] * KINDS
@@ -176,12 +178,17 @@ class Libra(Policy):
             return 0
         self._probe_gap = min(self._probe_gap * 2, LAST_PROBE)
         self._probe_in = self._probe_gap
+        self._trial = True
         return min(PROBE_WIDTH, self.max_length)
 
     def decide(
         self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Lengths with the best expected rate; alpha has no part in it."""
+        """Lengths with the best expected rate, or a whole trial; alpha has no part in it."""
+        if self._trial:
+            drafted = confidence.isfinite().cumprod(dim=1)[:, :PROBE_WIDTH].sum(dim=1)
+            self._chance = None
+            return torch.minimum(drafted, caps.to(drafted.dtype))
         on_device = length_controller.on_device(confidence.device)
         if on_device and confidence.numel() <= length_controller.LARGEST_BATCH:
             return self._decide_on_device(confidence, caps)

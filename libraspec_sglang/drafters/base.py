@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -41,6 +42,18 @@ class Proposal:
     confidence: torch.Tensor
     rows: int = 0
 
+    @classmethod
+    @lru_cache(maxsize=512)
+    def none(cls, bs: int, device: torch.device) -> Proposal:
+        """Nothing drafted for ``bs`` requests."""
+        empty = torch.empty((bs, 0), device=device)
+        return cls(empty.to(torch.int64), empty)
+
     @property
     def length(self) -> int:
         return int(self.tokens.shape[1])
+
+    def behind(self, anchor: torch.Tensor) -> torch.Tensor:
+        """int64 [bs, 1 + D]: the drafted tokens behind each request's ``anchor`` [bs]."""
+        anchor = anchor[:, None]
+        return torch.cat([anchor, self.tokens], dim=1) if self.length else anchor

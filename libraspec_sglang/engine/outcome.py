@@ -48,7 +48,8 @@ class Outcome:
         """Tell the policy, waiting for the transfer if that is still under way."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        policy.learn(self.requests, self.confidence.numpy(), self.verified, self.gained.numpy() - 1)
+        accepted = self.gained.numpy().astype(np.int64) - 1
+        policy.learn(self.requests, self.confidence.numpy(), self.verified, accepted)
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from libraspec_sglang.drafters.head import build_head
 from libraspec_sglang.kernels import length_controller
 from libraspec_sglang.observe.trace import RoundClock, TraceWriter
 from libraspec_sglang.verify.accept import Accepted, accept
-from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path
+from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path, prepare_seeded
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 
 from . import graphs, limits, machine
@@ -146,6 +146,9 @@ class LibraSpecWorker(DFlashWorkerV2):
                 self._window_width,
                 graphs.obstacle(self.model_runner) or "--libraspec-graphs whole",
             )
+        if self.server_args.enable_deterministic_inference:
+            vocabulary = int(self.model_runner.model_config.vocab_size)
+            prepare_seeded(self.model_runner.sampler, vocabulary, str(self.device))
         self._say_what_is_active()
 
     def forward_batch_generation(
@@ -201,8 +204,7 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._unlearnt = None
 
         rows = verify_rows(lens, self._window_width, window.anchor.device)
-        drafted = torch.cat([window.anchor[:, None], proposal.tokens], dim=1)
-        positions = rows.take(window.positions)
+        drafted, positions = proposal.behind(window.anchor), rows.take(window.positions)
         verify_input = self._target.prepare(rows, drafted, positions, kv_plan, committed)
         clock.lap("layout")
 
@@ -295,8 +297,7 @@ class LibraSpecWorker(DFlashWorkerV2):
 
     def _propose(self, batch, window: Window, kv_plan, lengths: list[int]) -> Proposal:
         if not any(lengths):
-            empty = window.anchor.new_empty((len(batch.reqs), 0))
-            return Proposal(empty, empty.to(torch.float32))
+            return Proposal.none(len(batch.reqs), window.anchor.device)
         self._draft_context.flush()
         want = self._policy.needs_confidence or self._trace is not None
         return self._drafter.propose(batch, window, kv_plan, lengths, confidence=want)

@@ -52,4 +52,6 @@ def accept(
         limits: int64 [bs], drafted tokens that may be kept where more rows were verified than
             decided (a captured graph's fixed rows).
     """
+    if rows.width == 1:  # plain decoding
+        return Accepted(choices[:, None].repeat(1, width), torch.ones_like(rows.lengths), choices)
     return Accepted(*device.accept(choices, drafted, rows.lengths, width, limits))

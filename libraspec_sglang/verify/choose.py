@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils import DynamicGradMode
 
-from .layout import VerifyRows
+from .layout import VerifyRows, verify_rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 def depends_on_path(req: Req) -> bool:
@@ -117,11 +118,40 @@ def choose(
     return chosen.to(torch.int64)
 
 
+def prepare_seeded(sampler: Callable[..., torch.Tensor], vocab_size: int, device: str) -> None:
+    """Let SGLang compile its seeded sampling, once for one row and once for several.
+
+    Else the first rounds that sample wait for it (seconds); without drafted tokens a server with
+    one request at a time never has several rows.
+    """
+    for rows in (1, 2):
+        ones = torch.ones(rows, device=device)
+        info = SamplingBatchInfo(
+            temperatures=ones[:, None],
+            top_ps=ones,
+            top_ks=torch.full((rows,), vocab_size, dtype=torch.int32, device=device),
+            min_ps=torch.zeros_like(ones),
+            is_all_greedy=False,
+            is_any_greedy=False,
+            need_top_p_sampling=False,
+            need_top_k_sampling=False,
+            need_min_p_sampling=False,
+            vocab_size=vocab_size,
+            sampling_seed=torch.zeros(rows, dtype=torch.int64, device=device),
+            device=device,
+        )
+        positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        logits = torch.zeros((rows, vocab_size), device=device)
+        with DynamicGradMode():  # what a compiled function was compiled under counts
+            plain = verify_rows([1] * rows, 1, device)
+            choose(logits, info, plain, positions, sampler, keep_logits=False)
+
+
 def _per_row(info: SamplingBatchInfo, rows: VerifyRows) -> SamplingBatchInfo:
     """The batch's sampling parameters, one entry per row; transforms already applied are off."""
 
     def repeat(value: Any) -> Any:
-        return None if value is None else value[rows.request]
+        return value if value is None or rows.width == 1 else value[rows.request]
 
     return replace(
         info,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,20 +18,20 @@ class VerifyRows:
     Attributes:
         lens: verified tokens per request, ``1 + d_r`` (host).
         lengths: int32 [bs], the same on the device.
+        request: int64 [T], the request each row belongs to.
         width: largest of ``lens``.
         window: W, columns of the window.
         index: int64 [T], each row's place in the flattened [bs, W] window; None when every
             request verifies the same number of tokens (the rows are then the first ``width``
             columns).
-        request: int64 [T], the request each row belongs to.
     """
 
     lens: list[int]
     lengths: torch.Tensor
+    request: torch.Tensor
     width: int
     window: int
     index: torch.Tensor | None
-    request: torch.Tensor
 
     @property
     def total(self) -> int:
@@ -72,7 +73,7 @@ class VerifyRows:
 
 
 def verify_rows(lens: list[int], window_width: int, device: torch.device | str) -> VerifyRows:
-    """Lay out one verification.
+    """Lay out one verification. Nobody may write to its tensors: equal rows share theirs.
 
     Args:
         lens: tokens each request verifies, anchor included, each in 1..window_width.
@@ -85,11 +86,23 @@ def verify_rows(lens: list[int], window_width: int, device: torch.device | str) 
     if not lens or min(lens) < 1 or max(lens) > window_width:
         raise ValueError(f"verify lengths must be in 1..{window_width}, got {lens}")
     width = max(lens)
-    uniform = min(lens) == width
-    index = None if uniform else torch.from_numpy(packed_index(lens, window_width)).to(device)
+    if min(lens) == width:
+        return _uniform(len(lens), width, window_width, torch.device(device))
+    index = torch.from_numpy(packed_index(lens, window_width)).to(device)
+    return VerifyRows(lens, *_tensors(lens, device), width, window_width, index)
+
+
+@lru_cache(maxsize=512)
+def _uniform(bs: int, width: int, window_width: int, device: torch.device) -> VerifyRows:
+    """Plain rounds and fixed lengths come back all the time: nothing is sent to the device anew."""
+    lens = [width] * bs
+    return VerifyRows(lens, *_tensors(lens, device), width, window_width, None)
+
+
+def _tensors(lens: list[int], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lengths, request) of :class:`VerifyRows`."""
     request = torch.from_numpy(np.repeat(np.arange(len(lens)), lens)).to(device)
-    lengths = torch.tensor(lens, dtype=torch.int32).to(device)
-    return VerifyRows(lens, lengths, width, window_width, index, request)
+    return torch.tensor(lens, dtype=torch.int32).to(device), request
 
 
 def padded(rows: torch.Tensor, size: int, fill: int = 0) -> torch.Tensor:

@@ -37,6 +37,34 @@ class TestCost:
         assert start >= 0 and slope >= 0
         assert start + 5 * slope < 0.012
 
+    def test_a_first_forward_that_compiled_something_is_forgotten(self):
+        """Three seconds where ten milliseconds are usual: no price of anything."""
+        cost = self.line()
+        cost.observe(4, 3.0)
+        for rows in (2, 6, 9):
+            cost.observe(rows, 0.01)
+        start, slope = cost.line()
+        assert start + 4 * slope == pytest.approx(0.01, rel=0.05)
+        assert cost.rounds == 3
+
+    def test_a_young_line_is_not_bent_by_an_outlier_nor_shy_of_dear_rows(self):
+        cost = self.line()
+        cost.observe(2, 0.01)
+        cost.observe(4, 5.0)
+        assert sum(cost.line()) < 0.04
+        dear = self.line()
+        for rows in (2, 24, 2, 24):  # in proportion to rows: within what may be
+            dear.observe(rows, 0.005 * rows)
+        assert dear.mean() == pytest.approx((13, 0.065), rel=1e-2)
+
+    def test_with_a_profile_the_first_outlier_is_cut_already(self):
+        cost = BatchCost(0.01, depth=8, profile=lambda batch, rows: 0.01 + 0.001 * rows)
+        cost.observe(1, 3, 3.0)
+        assert cost.seconds(1)[3] < 3.1 * 0.013
+        for _ in range(5):
+            cost.observe(1, 3, 0.013)
+        assert cost.seconds(1)[3] == pytest.approx(0.013, rel=0.5)
+
     def test_what_is_not_a_time_is_ignored(self):
         cost = self.line()
         cost.observe(4, 1.0)
@@ -165,3 +193,11 @@ class TestElsewhere:
         for seconds in (math.nan, -1.0, 0.0, math.inf):
             other.observe(1, seconds)
         assert (other.pace, other.seconds(1)) == (1.0, 0.0)
+
+    def test_a_first_round_that_stalled_is_forgotten(self):
+        other = Elsewhere()
+        other.observe(1, 2.0)
+        for _ in range(10):
+            other.observe(1, 0.002)
+        assert other.seconds(1) == pytest.approx(0.002)
+        assert other.pace == pytest.approx(1.0)

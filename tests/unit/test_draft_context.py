@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("sglang")
-from libraspec_sglang.engine.draft_context import MOST_ROUNDS, DraftContext
+from libraspec_sglang.engine.draft_context import MOST_ROWS, DraftContext
 
 
 class Cache:
@@ -53,8 +53,8 @@ def test_another_batch_does_not_share_a_write():
 
 
 def test_what_waits_is_bounded():
-    cache = Cache()
+    cache, slots = Cache(), list(range(2 * MOST_ROWS))
     context = DraftContext(cache.write)
-    for slot in range(MOST_ROUNDS + 1):
-        add(context, ["a"], [slot], wait=True)
-    assert cache.calls == [list(range(MOST_ROUNDS))]
+    for first in slots[::2]:
+        add(context, ["a", "b"], [first, first + 1], wait=True)
+    assert cache.calls == [slots[:MOST_ROWS], slots[MOST_ROWS:]]

@@ -78,6 +78,30 @@ class TestLibra:
         )
         assert width >= 15
 
+    def test_a_trial_draft_is_verified_whole(self):
+        """However little is expected of it: what is not verified teaches nothing."""
+        libra = Libra(block_size=15, max_length=24)
+        play(libra, 200, accept=0, confidence=np.full(24, 0.02), slope=0.05, draft_slope=0.02)
+        trials = []
+        for _ in range(200):
+            widths = libra.first_drafts(["a", "b"], [24, 2])
+            if any(widths):
+                q = np.where(np.arange(3) < np.array(widths)[:, None], 0.02, np.nan)
+                trials.append((widths, decide(libra, q, 24).tolist()))
+        assert len(trials) >= 3
+        assert all(lengths == widths == [3, 2] for widths, lengths in trials)
+
+    def test_an_unlucky_start_is_made_up_for(self):
+        """A first drafted round that compiles for seconds and accepts nothing, as any may."""
+        libra = Libra(block_size=15, max_length=24)
+        q = np.full((1, 15), 0.9)
+        libra.learn(["a"], q, np.array([15]), np.array([0]))
+        libra.learn_times(RoundTimes(1, 16, 2.0, 16, 3.0, elsewhere=0.002))
+        text = {"accept": 8, "confidence": np.where(np.arange(24) < 8, 0.9, 0.1)}
+        machine = {"slope": 0.0005, "draft_slope": 0.0001, "base": 0.02}
+        play(libra, 100, **text, **machine)
+        assert libra.first_draft(["a"], 24) >= 8
+
     def test_dear_verification_at_load_shortens(self):
         confidence = np.full(24, 0.8)
         lengths = {}

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libraspec_sglang.verify.accept import accept
+from libraspec_sglang.verify.choose import prepare_seeded
 from libraspec_sglang.verify.layout import verify_rows
 
 WIDTH = 9
@@ -128,3 +129,23 @@ def test_unequal_drafts_come_back_request_by_request():
 
     drafter._head = lambda hidden, confidence: (hidden[:, 0].long(), None)
     assert drafter._ragged(torch.arange(8.0)[:, None], rows, False).confidence.isnan().all()
+
+
+def test_equal_rows_are_laid_out_once():
+    """A plain round and one of a fixed length come back all the time; no upload for them."""
+    first, again = (verify_rows([3, 3], 8, "cpu") for _ in range(2))
+    assert again.lengths is first.lengths and again.request is first.request
+    assert verify_rows([3, 3, 3], 8, "cpu").lengths.tolist() == [3, 3, 3]
+    assert verify_rows([3, 3], 4, "cpu").window == 4
+
+
+def test_seeded_sampling_is_compiled_for_one_row_and_for_several():
+    seen = []
+
+    def sampler(output, info, **rest):
+        logits = output.next_token_logits
+        seen.append((*logits.shape, len(info.sampling_seed), len(rest["positions"])))
+        return logits.argmax(dim=-1)
+
+    prepare_seeded(sampler, vocab_size=7, device="cpu")
+    assert seen == [(1, 7, 1, 1), (2, 7, 2, 2)]
