@@ -105,7 +105,22 @@ def validate(server_args) -> None:
     draft = draft_checkpoint(server_args)
     target = _target_config(server_args)
     if target is not None:
+        _check_layers(server_args)
         checkpoint.check_against_target(draft, target)
+
+
+def _check_layers(server_args) -> None:
+    """Refuse targets whose state SGLang advances by whole windows of its own algorithms."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    config = mambaish_config(model_config_of(server_args))
+    if config is not None:
+        raise OptionError(
+            f"LIBRASPEC does not support --model-path {server_args.model_path}: "
+            f"{config.model_type} has Mamba or linear-attention layers, whose state is no KV "
+            "cache; use --speculative-algorithm DFLASH"
+        )
 
 
 def _check_cost(path: str | None) -> None:

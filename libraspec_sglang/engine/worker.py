@@ -137,7 +137,9 @@ class LibraSpecWorker(DFlashWorkerV2):
                 draft.eager_runner,
             )
         else:
-            self._full_rows = captured is not None or not flashinfer
+            # SGLang gives every request of a batch as many multimodal positions.
+            by_request = self.model_runner.model_config.model_is_mrope
+            self._full_rows = captured is not None or not flashinfer or by_request
         if self._full_rows:
             logger.warning(
                 "LibraSpec: every request verifies the whole window of %d tokens (%s); pass "

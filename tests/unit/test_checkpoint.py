@@ -233,11 +233,13 @@ for given in json.loads(sys.argv[1]):
 """
 
 
-def test_refusals_through_sglangs_own_resolution():
+def test_refusals_through_sglangs_own_resolution(tmp_path):
     """SGLang hands validation a view of the arguments, so only its own path proves a refusal."""
     import subprocess
     import sys
 
+    hybrid = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(hybrid))
     cases = [
         ({}, "accepted"),
         ({"speculative_draft_window_size": 64}, "--speculative-draft-window-size (64)"),
@@ -247,6 +249,10 @@ def test_refusals_through_sglangs_own_resolution():
         ({"trace": "/nowhere/t.jsonl"}, "--libraspec-trace /nowhere/t.jsonl: No such file or dir"),
         ({"cost": "/nowhere/c.yaml"}, "--libraspec-cost: /nowhere/c.yaml: No such file or dir"),
         ({"enable_dp_attention": True, "dp_size": 2, "tp_size": 2}, "--enable-dp-attention"),
+        (
+            {"model_path": str(tmp_path), "disable_radix_cache": True},
+            "qwen3_next has Mamba or linear-attention layers",
+        ),
         (
             {"speculative_num_draft_tokens": 40},
             "num-draft-tokens) 40: this checkpoint supports 2 to",
