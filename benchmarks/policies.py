@@ -10,8 +10,10 @@ tau (tokens per round), rows verified per round, wasted rows (verified and not a
 The last table compares `libra` with plain decoding, with the best static length *of each cell*
 (which nobody knows beforehand), with the one static length that is best over all cells (an operator
 could set it), and with the best other policy of each cell. A turn has twice as many requests as run
-at once and a cell at least two turns; prompts repeat where there are fewer. `libra` decides by what
-`libraspec profile` measured, if it is given (`--cost`), else by what it learns as it goes.
+at once and a cell at least two turns; prompts repeat where there are fewer. Answers differ in length
+by up to half, the same for every engine: if all were equally long, plain decoding (alone) would fill
+and empty its whole batch at once, which no server sees. `libra` decides by what `libraspec profile`
+measured, if it is given (`--cost`), else by what it learns as it goes.
 
 Each engine takes 0.5 (test pair) to 2 GB (real pair) of memory; `--policies` runs fewer.
 """
@@ -46,7 +48,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", default="1,4,16", help="default: 1,4,16")
     parser.add_argument("--temperature", default="0,1", help="default: 0,1")
     parser.add_argument("--limit", type=int, default=8, help="prompts per set (default: 8)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="default: 96")
+    parser.add_argument("--max-new-tokens", type=int, default=96,
+                        help="tokens an answer has on average; half to one and a half times as "
+                        "many (default: 96)")
     parser.add_argument("--repeat", type=int, default=1, help="times every cell is run")
     parser.add_argument("--cost", help="file of `libraspec profile`, for libra (default: none)")
     parser.add_argument("--prompts", type=Path, default=compare.PROMPTS,
@@ -85,13 +89,13 @@ def main() -> int:
         grid = list(itertools.product(sets, levels, temperatures, range(args.repeat)))
         order = random.Random(0)
         for name, level, temperature, _ in tqdm(grid, desc="cells", file=sys.stderr):
-            sampling = {"temperature": temperature, "max_new_tokens": args.max_new_tokens,
-                        "ignore_eos": True}  # fmt: skip
-            texts = itertools.cycle(sets[name])
+            texts, lengths, mean = itertools.cycle(sets[name]), random.Random(1), args.max_new_tokens
             requests = [
-                {"input_ids": next(texts), "sampling_params": {**sampling, "sampling_seed": i}}
+                {"input_ids": next(texts), "sampling_params": {
+                    "temperature": temperature, "sampling_seed": i, "ignore_eos": True,
+                    "max_new_tokens": lengths.randint((mean + 1) // 2, mean + mean // 2)}}
                 for i in range(max(len(sets[name]), 4 * level))
-            ]
+            ]  # fmt: skip
             for first in range(0, len(requests), 2 * level):
                 for engine in order.sample(engines, len(engines)):
                     seconds, answers = engine.ask(
