@@ -10,10 +10,10 @@ tau (tokens per round), rows verified per round, wasted rows (verified and not a
 The last table compares `libra` with plain decoding, with the best static length *of each cell*
 (which nobody knows beforehand), with the one static length that is best over all cells (an operator
 could set it), and with the best other policy of each cell. A turn has twice as many requests as run
-at once and a cell at least two turns; prompts repeat where there are fewer. Answers differ in length
-by up to half, the same for every engine: if all were equally long, plain decoding (alone) would fill
-and empty its whole batch at once, which no server sees. `libra` decides by what `libraspec profile`
-measured, if it is given (`--cost`), else by what it learns as it goes.
+at once and a cell at least two turns; prompts repeat where there are fewer. Answers differ in
+length by up to half, the same for every engine: if all were equally long, plain decoding (alone)
+would fill and empty its whole batch at once, which no server sees. `libra` decides by what
+`libraspec profile` measured, if it is given (`--cost`), else by what it learns as it goes.
 
 Each engine takes 0.5 (test pair) to 2 GB (real pair) of memory; `--policies` runs fewer.
 """
@@ -89,7 +89,8 @@ def main() -> int:
         grid = list(itertools.product(sets, levels, temperatures, range(args.repeat)))
         order = random.Random(0)
         for name, level, temperature, _ in tqdm(grid, desc="cells", file=sys.stderr):
-            texts, lengths, mean = itertools.cycle(sets[name]), random.Random(1), args.max_new_tokens
+            texts, lengths = itertools.cycle(sets[name]), random.Random(1)
+            mean = args.max_new_tokens
             requests = [
                 {"input_ids": next(texts), "sampling_params": {
                     "temperature": temperature, "sampling_seed": i, "ignore_eos": True,
