@@ -10,10 +10,13 @@ tau (tokens per round), rows verified per round, wasted rows (verified and not a
 The last table compares `libra` with plain decoding, with the best static length *of each cell*
 (which nobody knows beforehand), with the one static length that is best over all cells (an operator
 could set it), and with the best other policy of each cell. A turn has twice as many requests as run
-at once and a cell at least two turns; prompts repeat where there are fewer. Answers differ in
-length by up to half, the same for every engine: if all were equally long, plain decoding (alone)
-would fill and empty its whole batch at once, which no server sees. `libra` decides by what
-`libraspec profile` measured, if it is given (`--cost`), else by what it learns as it goes.
+at once and a cell at least two turns; prompts repeat where there are fewer. Before each cell every
+engine answers one turn of it that does not count (of further prompts of the set, where the file has
+them): the traffic of a server does not change from one prompt to the next, so what a policy takes
+to notice is not charged to the few prompts of a cell.
+Answers differ in length by up to half, the same for every engine: if all were equally long, plain
+decoding (alone) would fill and empty its whole batch at once, which no server sees. `libra` decides
+by what `libraspec profile` measured, if it is given (`--cost`), else by what it learns as it goes.
 
 Each engine takes 0.5 (test pair) to 2 GB (real pair) of memory; `--policies` runs fewer.
 """
@@ -64,7 +67,7 @@ def main() -> int:
     pair = pairs.resolve(args.pair)
     levels = [int(c) for c in args.concurrency.split(",")]
     temperatures = [float(t) for t in args.temperature.split(",")]
-    sets = {name: compare.tokenize(pair, texts[: args.limit], room=600)
+    sets = {name: compare.tokenize(pair, texts, room=600)
             for name, texts in compare.prompts_by_dataset(args.prompts).items()}  # fmt: skip
     base = {
         "model_path": str(pair.target), "dtype": "float32", "skip_tokenizer_init": True,
@@ -89,18 +92,16 @@ def main() -> int:
         grid = list(itertools.product(sets, levels, temperatures, range(args.repeat)))
         order = random.Random(0)
         for name, level, temperature, _ in tqdm(grid, desc="cells", file=sys.stderr):
-            texts, lengths = itertools.cycle(sets[name]), random.Random(1)
-            mean = args.max_new_tokens
-            requests = [
-                {"input_ids": next(texts), "sampling_params": {
-                    "temperature": temperature, "sampling_seed": i, "ignore_eos": True,
-                    "max_new_tokens": lengths.randint((mean + 1) // 2, mean + mean // 2)}}
-                for i in range(max(len(sets[name]), 4 * level))
-            ]  # fmt: skip
-            for first in range(0, len(requests), 2 * level):
+            turn, timed, spare = 2 * level, sets[name][: args.limit], sets[name][args.limit :]
+            count = max(len(timed), 2 * turn)
+            for engine in engines:
+                engine.ask(requests(spare or timed, turn, args.max_new_tokens, temperature, seed=1),
+                           concurrency=level, flush=True)  # fmt: skip
+            asked = requests(timed, count, args.max_new_tokens, temperature, seed=0)
+            for first in range(0, count, turn):
                 for engine in order.sample(engines, len(engines)):
                     seconds, answers = engine.ask(
-                        requests[first : first + 2 * level], concurrency=level, flush=True
+                        asked[first : first + turn], concurrency=level, flush=True
                     )
                     key = (name, level, temperature, engine.name)
                     tally = cells.setdefault(key, compare.Tally())
@@ -111,6 +112,19 @@ def main() -> int:
     else:
         show(rows)
     return 0 if all(r["identical"] for r in rows) else 1
+
+
+def requests(prompts: list[list[int]], count: int, mean_tokens: int, temperature: float,
+             seed: int) -> list[dict[str, Any]]:  # fmt: skip
+    """The prompts in turn, each with a seed of its own and a length of half to one and a half times
+    the mean."""
+    lengths = random.Random(seed)
+    return [
+        {"input_ids": ids, "sampling_params": {
+            "temperature": temperature, "sampling_seed": 100_000 * seed + i, "ignore_eos": True,
+            "max_new_tokens": lengths.randint((mean_tokens + 1) // 2, mean_tokens * 3 // 2)}}
+        for i, ids in zip(range(count), itertools.cycle(prompts), strict=False)
+    ]  # fmt: skip
 
 
 def summary(cells: dict[tuple, compare.Tally]) -> list[dict[str, Any]]:
