@@ -13,6 +13,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
+from libraspec_sglang.upload import upload
+
 from .policy import Policy
 
 UP, DOWN = 2, 1
@@ -43,7 +45,7 @@ class Gemma(Policy):
         self, confidence: torch.Tensor, caps: torch.Tensor, alpha: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The lengths of the requests :meth:`first_draft` was last asked about."""
-        return torch.minimum(torch.from_numpy(self._now).to(caps.device), caps)
+        return torch.minimum(upload(self._now, caps.device), caps)
 
     def learn(
         self,

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from libraspec_sglang.kernels import length_controller
+from libraspec_sglang.upload import upload_together
 
 from .batch import best_lengths
 from .calibration import BINS, REFRESH_EVERY, Calibration
@@ -210,8 +211,7 @@ class Libra(Policy):
         tables = [calibration.tables() for calibration in self.calibrations]
         parts = [np.concatenate([table[k].ravel() for table in tables]) for k in range(2)]
         parts += [_sampled(self._kinds).astype(np.float64), seconds]
-        sent = torch.from_numpy(np.concatenate(parts)).to(confidence.device, non_blocking=True)
-        base, slope, which, seconds = sent.split([part.size for part in parts])
+        base, slope, which, seconds = upload_together(parts, confidence.device)
         shape = len(tables), -1, BINS
         return length_controller.lengths_batch(
             confidence, caps, seconds, tables=(base.view(shape), slope.view(shape), which)

@@ -22,6 +22,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_block_spec_inf
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import draft_tp_context
 
+from libraspec_sglang.upload import upload_together
 from libraspec_sglang.verify.layout import VerifyRows, packed_index, ragged_layout, verify_rows
 
 from .base import Proposal, Window
@@ -96,10 +97,8 @@ class DFlashDrafter:
         bs, depth = len(lengths), rows.width - 1
         request = np.repeat(np.arange(bs), lengths)
         masks = np.arange(len(request)) + request + 1  # every request's rows begin with its anchor
-        tokens, confident = self._head(
-            hidden.index_select(0, torch.from_numpy(masks).to(device)), confidence=confidence
-        )
-        place = torch.from_numpy(packed_index(lengths, depth)).to(device)
+        rows_drafted, place = upload_together([masks, packed_index(lengths, depth)], device)
+        tokens, confident = self._head(hidden.index_select(0, rows_drafted), confidence=confidence)
         all_tokens = tokens.new_zeros(bs * depth)
         all_tokens[place] = tokens
         chances = torch.full((bs * depth,), float("nan"), device=device)

@@ -10,6 +10,7 @@ import torch
 from libraspec_sglang.controller.policy import Sampled
 from libraspec_sglang.drafters.base import Window
 from libraspec_sglang.options import RequestOptions
+from libraspec_sglang.upload import upload
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -53,8 +54,8 @@ def caps(
     if on_host:
         lens = window.prefix_lens.tolist()
         return torch.tensor([max(0, min(m, end - n)) for m, n in zip(allowed, lens, strict=True)])
-    device = window.prefix_lens.device
-    return torch.minimum(torch.tensor(allowed).to(device), end - window.prefix_lens).clamp_(min=0)
+    here = upload(torch.tensor(allowed), window.prefix_lens.device)
+    return torch.minimum(here, end - window.prefix_lens).clamp_(min=0)
 
 
 def alpha(requests: Sequence[Req], default: float, device: torch.device) -> torch.Tensor | None:
@@ -63,7 +64,7 @@ def alpha(requests: Sequence[Req], default: float, device: torch.device) -> torc
     if all(wish is None for wish in wishes):
         return None
     values = [default if wish is None else wish for wish in wishes]
-    return torch.tensor(values, dtype=torch.float64, device=device)
+    return upload(torch.tensor(values, dtype=torch.float64), device)
 
 
 def _own(request: Req) -> RequestOptions:

@@ -21,6 +21,8 @@ from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils import DynamicGradMode
 
+from libraspec_sglang.upload import upload
+
 from .layout import VerifyRows, verify_rows
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def adjust_logits(
         # known, in place of the object that keeps count; without it, the object itself.
         stale = sampling_info.penalizer_orchestrator is None
         sampling_info.acc_additive_penalties = sampling_info.acc_scaling_penalties = None
-        own = torch.tensor(path_dependent, device=logits.device)
+        own = upload(torch.tensor(path_dependent), logits.device)
         first = torch.searchsorted(rows.request, torch.arange(len(rows.lens), device=logits.device))
         anchors = logits[first]
         if stale and penalties is not None:

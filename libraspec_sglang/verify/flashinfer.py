@@ -27,6 +27,8 @@ from sglang.srt.layers.attention import attention_registry, flashinfer_backend
 from sglang.srt.layers.attention.flashinfer_backend import PrefillMetadata, fast_prefill_plan
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
+from libraspec_sglang.upload import upload_together
+
 NAME = "flashinfer"
 
 
@@ -108,13 +110,13 @@ class FlashInferAttnBackend(flashinfer_backend.FlashInferAttnBackend):
         torch.cumsum(keys, 0, out=offsets[1, 1:])
         used = int(offsets[1, -1])
         device = self._indices.device
-        sent = torch.cat([offsets.view(-1), keys]).to(device, non_blocking=True)
-        qo_indptr, kv_indptr = sent[: offsets.numel()].view(2, -1)
+        sent, kv_lens = upload_together([offsets.view(-1), keys], device)
+        qo_indptr, kv_indptr = sent.view(2, -1)
         indices = self._indices[:used]
         self.kv_index_translator.pack_read_stream(
             forward_batch.kv_loc_plan,
             req_pool_indices=forward_batch.req_pool_indices[: layout.bs],
-            seq_lens=sent[offsets.numel() :][: layout.bs],
+            seq_lens=kv_lens[: layout.bs],
             indptr=kv_indptr[: layout.bs + 1],
             out=indices,
         )

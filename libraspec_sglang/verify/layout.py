@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
+from libraspec_sglang.upload import upload, upload_together
+
 
 @dataclass(frozen=True)
 class VerifyRows:
@@ -54,7 +56,7 @@ class VerifyRows:
         """int64 [size]: each row's place in the flattened window; beyond them -1, SGLang's sink."""
         index = self.index
         if index is None:
-            index = torch.from_numpy(packed_index(self.lens, self.window)).to(self.request.device)
+            index = upload(packed_index(self.lens, self.window), self.request.device)
         return padded(index, size, -1)
 
     def spread(self, rows: torch.Tensor, width: int, fill: int) -> torch.Tensor:
@@ -67,7 +69,7 @@ class VerifyRows:
         out = rows.new_full((bs * width,), fill)
         index = self.index
         if width != self.window:
-            index = torch.from_numpy(packed_index(self.lens, width)).to(self.request.device)
+            index = upload(packed_index(self.lens, width), self.request.device)
         out[index] = rows
         return out.view(bs, width)
 
@@ -88,21 +90,23 @@ def verify_rows(lens: list[int], window_width: int, device: torch.device | str) 
     width = max(lens)
     if min(lens) == width:
         return _uniform(len(lens), width, window_width, torch.device(device))
-    index = torch.from_numpy(packed_index(lens, window_width)).to(device)
-    return VerifyRows(lens, *_tensors(lens, device), width, window_width, index)
+    lengths, request, index = upload_together(
+        [np.asarray(lens), _owners(lens), packed_index(lens, window_width)], device
+    )
+    return VerifyRows(lens, lengths.to(torch.int32), request, width, window_width, index)
 
 
 @lru_cache(maxsize=512)
 def _uniform(bs: int, width: int, window_width: int, device: torch.device) -> VerifyRows:
     """Plain rounds and fixed lengths come back all the time: nothing is sent to the device anew."""
     lens = [width] * bs
-    return VerifyRows(lens, *_tensors(lens, device), width, window_width, None)
+    lengths = torch.full((bs,), width, dtype=torch.int32, device=device)
+    return VerifyRows(lens, lengths, upload(_owners(lens), device), width, window_width, None)
 
 
-def _tensors(lens: list[int], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lengths, request) of :class:`VerifyRows`."""
-    request = torch.from_numpy(np.repeat(np.arange(len(lens)), lens)).to(device)
-    return torch.tensor(lens, dtype=torch.int32).to(device), request
+def _owners(lens: Sequence[int]) -> np.ndarray:
+    """int64 [T], the request each row belongs to."""
+    return np.repeat(np.arange(len(lens)), lens)
 
 
 def padded(rows: torch.Tensor, size: int, fill: int = 0) -> torch.Tensor:
