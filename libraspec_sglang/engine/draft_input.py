@@ -41,7 +41,7 @@ class LibraSpecDraftInput(DFlashDraftInputV2):
 
         Done at the start of a round, where the anchor is known also under overlap scheduling;
         SGLang's own count reads the host's copy of the output, which lags a round behind there.
-        A request with penalties verifies nothing, so every one of its tokens is an anchor once.
+        Accepted drafted tokens were counted when they were accepted.
         """
         if self.penalties is not None:
             self.penalties.cumulate_output_tokens(self.bonus_tokens)

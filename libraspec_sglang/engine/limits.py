@@ -25,7 +25,7 @@ def key(request: Req) -> str:
 
 def caps(
     requests: Sequence[Req],
-    path_dependent: Sequence[int],
+    anchored: Sequence[int],
     window: Window,
     *,
     context_len: int,
@@ -34,11 +34,11 @@ def caps(
     """int64 [bs]: drafted tokens a request may verify at most.
 
     The window, the request's own wish, the tokens it may still produce and the context that is
-    left; none at all for a request whose logits depend on the path.
+    left; none at all for an anchored request.
 
     Args:
         requests: of the batch.
-        path_dependent: places in it of such requests.
+        anchored: places in it of requests whose logits cannot follow drafted tokens.
         window: the round's slots.
         context_len: tokens a request may have.
         on_host: whether the window's values can be read without waiting for a device.
@@ -49,7 +49,7 @@ def caps(
         left = request.sampling_params.max_new_tokens - len(request.output_ids) - 1
         wish = _own(request).max_length
         allowed.append(max(0, min(most, left, most if wish is None else wish)))
-    for place in path_dependent:
+    for place in anchored:
         allowed[place] = 0
     if on_host:
         lens = window.prefix_lens.tolist()

@@ -29,13 +29,14 @@ from libraspec_sglang.drafters.head import build_head
 from libraspec_sglang.kernels import length_controller
 from libraspec_sglang.observe.trace import RoundClock, TraceWriter
 from libraspec_sglang.verify.accept import Accepted, accept
-from libraspec_sglang.verify.choose import adjust_logits, choose, depends_on_path, prepare_seeded
+from libraspec_sglang.verify.choose import PathDependence, adjust_logits, choose, prepare_seeded
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
 
 from . import graphs, limits, machine
 from .draft_context import DraftContext
 from .draft_input import LibraSpecDraftInput
 from .outcome import Outcome
+from .report import say_what_is_active
 from .target_pass import TargetPass
 
 if TYPE_CHECKING:
@@ -151,7 +152,18 @@ class LibraSpecWorker(DFlashWorkerV2):
         if self.server_args.enable_deterministic_inference:
             vocabulary = int(self.model_runner.model_config.vocab_size)
             prepare_seeded(self.model_runner.sampler, vocabulary, str(self.device))
-        self._say_what_is_active()
+        if self._tp_group.rank_in_group == 0:
+            say_what_is_active(
+                self._policy,
+                self._options,
+                self._lengths,
+                window=self._window_width,
+                draft_vocabulary=self._draft_vocabulary,
+                attention=type(self.model_runner.attn_backend).__name__,
+                rows=self._rows_in_words(),
+                on_device=self._on_device,
+                device=str(self.device),
+            )
 
     def forward_batch_generation(
         self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
@@ -177,10 +189,10 @@ class LibraSpecWorker(DFlashWorkerV2):
         batch.spec_info.count_penalties()
         penalties = batch.spec_info.penalties  # the target forward puts its own input there
         window, kv_plan = self._open_window(batch)
-        path_dependent = [i for i, r in enumerate(batch.reqs) if depends_on_path(r)]
+        path = PathDependence.of(batch.reqs)
         caps = limits.caps(
             batch.reqs,
-            path_dependent,
+            path.anchored,
             window,
             context_len=self._context_len,
             on_host=not self._on_device,
@@ -208,6 +220,7 @@ class LibraSpecWorker(DFlashWorkerV2):
         rows = verify_rows(lens, self._window_width, window.anchor.device)
         drafted, positions = proposal.behind(window.anchor), rows.take(window.positions)
         verify_input = self._target.prepare(rows, drafted, positions, kv_plan, committed)
+        followed = path.drafted(proposal.tokens, rows)  # asked for later, it would wait for a pass
         clock.lap("layout")
 
         target_out = self._target.run(batch, rows, verify_input)
@@ -216,7 +229,16 @@ class LibraSpecWorker(DFlashWorkerV2):
         logits_output.next_token_logits = logits
         clock.lap("verify")
 
-        adjust_logits(logits, batch.sampling_info, rows, path_dependent, penalties, grammar_barrier)
+        penalty_walk = adjust_logits(
+            logits,
+            batch.sampling_info,
+            rows,
+            path,
+            proposal.tokens,
+            followed,
+            penalties,
+            grammar_barrier,
+        )
         choices = choose(
             logits,
             batch.sampling_info,
@@ -233,6 +255,8 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._window_width,
             limits=caps if self._full_rows else None,
         )
+        if penalty_walk is not None:
+            penalty_walk.keep(accepted.commit_lens - 1)
         new_seq_lens = window.prefix_lens + accepted.commit_lens
         clock.lap("accept")
 
@@ -429,13 +453,6 @@ class LibraSpecWorker(DFlashWorkerV2):
             gap=gap,
         )
 
-    def _prices(self) -> str:
-        """Where the policy's idea of cost comes from."""
-        if self._policy.name != "libra":
-            return "-"
-        start = self._options.cost or "conservative prior (no --libraspec-cost)"
-        return f"{start}, refined by its rounds" if self._host_timed else start
-
     def _rows_in_words(self) -> str:
         """How decided lengths are verified."""
         if self._full_rows:
@@ -443,25 +460,3 @@ class LibraSpecWorker(DFlashWorkerV2):
         if self._target.captured:
             return self.model_runner.decode_cuda_graph_runner.in_words()
         return "ragged"
-
-    def _say_what_is_active(self) -> None:
-        if self._tp_group.rank_in_group != 0:
-            return
-        controlled = self._policy.name == "libraspec"
-        logger.info(
-            "LibraSpec active: policy=%s, cost=%s, drafter=DFLASH, block=%d, max_length=%d, "
-            "alpha=%s, extension=%s, window=%d, draft_vocabulary=%s, attention=%s, rows=%s, "
-            "controller=%s, device=%s",
-            self._policy.name,
-            self._prices(),
-            self._lengths.block_size,
-            self._window_width - 1,
-            self._options.alpha if controlled else "-",
-            self._options.extension if controlled else "-",
-            self._window_width,
-            self._draft_vocabulary or "all",
-            type(self.model_runner.attn_backend).__name__,
-            self._rows_in_words(),
-            "kernels" if self._on_device else "host",
-            self.device,
-        )

@@ -4,17 +4,19 @@ Sampling goes through the target's own SGLang sampler with each request's parame
 its rows, so temperature, top-k, top-p, min-p and per-request seeds (which SGLang hashes with the
 token's position) mean what they mean without speculation.
 
-Transforms that depend on the tokens generated so far (penalties, grammar, custom logit processors)
-are valid at the anchor's row only; a request that uses one verifies no drafted token, and its one
-row is transformed by SGLang's own code.
+Transforms that depend on the tokens generated so far follow the drafted tokens: penalties
+(:mod:`.penalties`) and grammars (:mod:`.grammar`). Custom logit processors read the request's
+output, which ends before the anchor's row; a request that uses one verifies no drafted token, and
+its one row is transformed by SGLang's own code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import apply_custom_logit_processor
@@ -23,20 +25,61 @@ from sglang.srt.utils import DynamicGradMode
 
 from libraspec_sglang.upload import upload
 
+from . import grammar
 from .layout import VerifyRows, verify_rows
+from .penalties import PenaltyWalk
 
 if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
 
 
-def depends_on_path(req: Req) -> bool:
-    """Whether the request's logits depend on tokens between its anchor and the row."""
+@dataclass(frozen=True)
+class PathDependence:
+    """Requests of a batch whose logits depend on the tokens before a row, by their places in it.
+
+    Attributes:
+        penalised: with penalties, or a ``min_new_tokens`` not reached yet.
+        grammars: with a grammar.
+        anchored: with a transform that cannot follow drafted tokens; they verify none.
+    """
+
+    penalised: list[int]
+    grammars: dict[int, BaseGrammarObject]
+    anchored: list[int]
+
+    @classmethod
+    def of(cls, requests: Sequence[Req]) -> PathDependence:
+        return cls(
+            [i for i, r in enumerate(requests) if _penalised(r)],
+            {i: r.grammar for i, r in enumerate(requests) if r.grammar is not None},
+            [
+                i
+                for i, r in enumerate(requests)
+                if r.custom_logit_processor is not None
+                or (r.grammar is not None and not grammar.walkable(r))
+            ],
+        )
+
+    def drafted(self, tokens: torch.Tensor, rows: VerifyRows) -> dict[int, list[int]]:
+        """On the host, the drafted tokens that grammars have to follow.
+
+        Args:
+            tokens: int64 [bs, D].
+            rows: what is verified.
+        """
+        follow = [i for i in self.grammars if rows.lens[i] > 1]
+        if not follow:
+            return {}
+        picked = tokens[upload(torch.tensor(follow), tokens.device), : rows.width - 1]
+        return dict(zip(follow, picked.tolist(), strict=True))
+
+
+def _penalised(req: Req) -> bool:
     p = req.sampling_params
     return (
-        req.grammar is not None
-        or req.custom_logit_processor is not None
-        or p.frequency_penalty != 0.0
+        p.frequency_penalty != 0.0
         or p.presence_penalty != 0.0
         or p.repetition_penalty != 1.0
         or p.min_new_tokens > len(req.output_ids)
@@ -47,43 +90,58 @@ def adjust_logits(
     logits: torch.Tensor,
     sampling_info: SamplingBatchInfo | None,
     rows: VerifyRows,
-    path_dependent: Sequence[int],
+    path: PathDependence,
+    drafted: torch.Tensor,
+    followed: dict[int, list[int]],
     penalties: BatchedPenalizerOrchestrator | None,
     grammar_barrier: Callable[[], None] | None,
-) -> None:
-    """Apply bias, penalties, grammar masks and custom processors in place.
+) -> PenaltyWalk | None:
+    """Apply penalties, grammar masks, bias and custom processors in place, in SGLang's order.
 
     Args:
         logits: [T, V] of the verified rows.
         rows: layout of the T rows.
-        path_dependent: requests of the batch for which :func:`depends_on_path` holds; each has
-            one row.
+        path: requests whose logits depend on the tokens before a row.
+        drafted: int64 [bs, D], drafted tokens, D >= rows.width - 1.
+        followed: what ``path.drafted`` gave for this round.
         penalties: the batch's penalties, up to date with the anchors, or None.
         grammar_barrier: brings grammars up to date with the previous round (overlap scheduling).
+
+    Returns:
+        Where penalties were applied, their walk, to be told what was accepted.
     """
     if sampling_info is None:
-        return
-    if path_dependent:
+        return None
+    walk = None
+    if path.penalised and penalties is not None:
+        deepest = max(rows.lens[i] for i in path.penalised) - 1
+        # Under overlap scheduling SGLang sums penalties up before it applies them, in plain
+        # decoding too, and hands no object on; without it, the object applies one by one.
+        summed = sampling_info.penalizer_orchestrator is None
+        walk = PenaltyWalk(penalties, drafted, deepest, summed=summed)
+        walk.apply(logits, rows, _marked(path.penalised, rows, logits.device))
+    if path.grammars:
         if grammar_barrier is not None:
             grammar_barrier()
-        sampling_info.update_regex_vocab_mask()
-        # Under overlap scheduling SGLang hands over penalties summed up before the anchors were
-        # known, in place of the object that keeps count; without it, the object itself.
-        stale = sampling_info.penalizer_orchestrator is None
-        sampling_info.acc_additive_penalties = sampling_info.acc_scaling_penalties = None
-        own = upload(torch.tensor(path_dependent), logits.device)
-        first = torch.searchsorted(rows.request, torch.arange(len(rows.lens), device=logits.device))
-        anchors = logits[first]
-        if stale and penalties is not None:
-            penalties.apply(anchors)
-        sampling_info.apply_logits_bias(anchors)
-        sampling_info.grammar_mask = None
-        if sampling_info.has_custom_logit_processor:
-            apply_custom_logit_processor(anchors, sampling_info)
+        mask = grammar.path_masks(
+            path.grammars, followed, rows.lens, sampling_info.vocab_size, logits.device
+        )
+        if mask is not None:
+            mask.apply(logits)
     if sampling_info.logit_bias is not None:
         logits.add_(sampling_info.logit_bias.to(logits.dtype)[rows.request])
-    if path_dependent:
-        logits[first[own]] = anchors[own]
+    if sampling_info.has_custom_logit_processor:
+        anchors = logits[rows.first]
+        apply_custom_logit_processor(anchors, sampling_info)
+        logits[rows.first] = anchors
+    return walk
+
+
+def _marked(places: Sequence[int], rows: VerifyRows, device: torch.device) -> torch.Tensor:
+    """bool [bs], true at ``places``."""
+    marks = np.zeros(len(rows.lens), dtype=bool)
+    marks[list(places)] = True
+    return upload(marks, device)
 
 
 def choose(

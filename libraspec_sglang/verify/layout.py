@@ -40,6 +40,11 @@ class VerifyRows:
         return int(self.request.shape[0])
 
     @property
+    def first(self) -> torch.Tensor:
+        """int64 [bs], each request's first row, its anchor's."""
+        return torch.cumsum(self.lengths, dim=0, dtype=torch.int64) - self.lengths
+
+    @property
     def columns(self) -> torch.Tensor | slice | None:
         """The rows' part of the window as SGLang's KV plan takes it; None for all of it."""
         if self.index is None and self.width < self.window:
