@@ -85,6 +85,31 @@ FUNCTIONS = {
         "positions",
     ),
     "sglang.srt.layers.sampler:apply_custom_logit_processor": ("logits", "sampling_batch_info"),
+    "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.apply": (
+        "logits",
+        "repeat",
+    ),
+    "sglang.srt.sampling.penaltylib.orchestrator:"
+    "BatchedPenalizerOrchestrator.cumulate_output_tokens": ("output_ids",),
+    "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.filter": (),
+    "sglang.srt.sampling.penaltylib.orchestrator:BatchedPenalizerOrchestrator.merge": (),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.accept_token": ("token",),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.rollback": ("k",),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.is_terminated": (),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.allocate_vocab_mask": (
+        "vocab_size",
+        "batch_size",
+        "device",
+    ),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.fill_vocab_mask": (
+        "vocab_mask",
+        "idx",
+    ),
+    "sglang.srt.constrained.base_grammar_backend:BaseGrammarObject.move_vocab_mask": (
+        "vocab_mask",
+        "device",
+    ),
+    "sglang.srt.constrained.base_grammar_backend:GrammarMask.apply": ("logits",),
     "sglang.srt.managers.overlap_utils:FutureMap.__init__": (),
     "sglang.srt.managers.scheduler:validate_dflash_request": ("req", "enable_overlap"),
     "sglang.srt.layers.attention.flashinfer_backend:fast_prefill_plan": (

@@ -110,12 +110,23 @@ def runner_class(original, runner, *args, **kwargs):
     return original(runner, *args, **kwargs)
 
 
+def requests_of_penalties(original, penalties, *args, **kwargs):
+    """Around ``BatchedPenalizerOrchestrator.filter`` and ``merge``: counts are complete first."""
+    from libraspec_sglang.verify.penalties import wait_until_counted
+
+    wait_until_counted(penalties)
+    return original(penalties, *args, **kwargs)
+
+
+_PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 HOOKS = (
     ("sglang.srt.server_args.ServerArgs.add_cli_args", add_flags, "AFTER"),
     ("sglang.srt.server_args.ServerArgs.from_cli_args", take_flags, "AROUND"),
     ("sglang.srt.server_args.ServerArgs.resolve_once", resolve, "AROUND"),
     ("sglang.srt.managers.scheduler.validate_dflash_request", validate_request, "AROUND"),
+    (f"{_PENALTIES}.filter", requests_of_penalties, "AROUND"),
+    (f"{_PENALTIES}.merge", requests_of_penalties, "AROUND"),
     (f"{_RUNNER}.init_attention_backends", attention_backends, "AROUND"),
     (f"{_RUNNER}._decode_cuda_graph_runner_cls", runner_class, "AROUND"),
 )

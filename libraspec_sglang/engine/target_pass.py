@@ -19,8 +19,11 @@ from .graphs import RaggedGraphRunner
 class TargetPass:
     """Verifies the rows of a window of ``window_width`` slots."""
 
-    def __init__(self, target_worker, window_width: int) -> None:
+    def __init__(self, target_worker, window_width: int, logits_processor) -> None:
+        """Args: logits_processor: the target's, where DFLASH defers its tensor-parallel gather of
+        a verification's logits; else None."""
         self._target_worker = target_worker
+        self._logits_processor = logits_processor
         self._window_width = window_width
         self._graphs: RaggedGraphRunner | None = None
 
@@ -117,6 +120,9 @@ class TargetPass:
         if output.next_token_logits.shape[0] > rows.total:
             output.next_token_logits = output.next_token_logits[: rows.total]
             output.hidden_states = output.hidden_states[: rows.total]
+        gather = self._logits_processor
+        if gather is not None and gather.is_deferred_shard(output.next_token_logits):
+            output.next_token_logits = gather.finish_deferred_gather(output.next_token_logits)
         return result
 
     def _decode(self, batch, verify_input: DFlashVerifyInput) -> ForwardBatch:

@@ -31,6 +31,7 @@ from libraspec_sglang.observe.trace import RoundClock, TraceWriter
 from libraspec_sglang.verify.accept import Accepted, accept
 from libraspec_sglang.verify.choose import PathDependence, adjust_logits, choose, prepare_seeded
 from libraspec_sglang.verify.layout import VerifyRows, verify_rows
+from libraspec_sglang.verify.penalties import mark_counted
 
 from . import graphs, limits, machine
 from .draft_context import DraftContext
@@ -79,7 +80,7 @@ class LibraSpecWorker(DFlashWorkerV2):
                 self._tp_group if self._tp_group.world_size > 1 else None,
             ),
         )
-        self._target = TargetPass(target_worker, self._window_width)
+        self._target = TargetPass(target_worker, self._window_width, self._target_logits_processor)
         self._draft_context = DraftContext(self._append_target_hidden_to_draft_kv_by_loc)
         self._full_rows = False
         self._draft_is_captured = False
@@ -225,8 +226,7 @@ class LibraSpecWorker(DFlashWorkerV2):
 
         target_out = self._target.run(batch, rows, verify_input)
         logits_output = target_out.logits_output
-        logits = self._whole_logits(logits_output.next_token_logits)
-        logits_output.next_token_logits = logits
+        logits = logits_output.next_token_logits
         clock.lap("verify")
 
         penalty_walk = adjust_logits(
@@ -257,6 +257,8 @@ class LibraSpecWorker(DFlashWorkerV2):
         )
         if penalty_walk is not None:
             penalty_walk.keep(accepted.commit_lens - 1)
+        if penalties is not None:
+            mark_counted(penalties)
         new_seq_lens = window.prefix_lens + accepted.commit_lens
         clock.lap("accept")
 
@@ -280,7 +282,15 @@ class LibraSpecWorker(DFlashWorkerV2):
             self._learn(requests, proposal, rows, accepted, gap)
         clock.lap("result")
         if self._trace is not None:
-            self._write_trace(requests, window, proposal, rows, accepted, gap)
+            self._trace.round(
+                requests=requests,
+                verified=rows.lens,
+                gained=accepted.commit_lens.tolist(),
+                context=window.prefix_lens.tolist(),
+                confidence=proposal.confidence.tolist(),
+                laps=clock.laps,
+                gap=gap,
+            )
         return result
 
     def _open_window(self, batch: ScheduleBatch):
@@ -356,13 +366,6 @@ class LibraSpecWorker(DFlashWorkerV2):
         if self._tp_group.world_size > 1:
             self._tp_group.broadcast(values, src=0)
 
-    def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """DFLASH defers the tensor-parallel gather of verify logits; finish it."""
-        processor = self._target_logits_processor
-        if processor is not None and processor.is_deferred_shard(logits):
-            return processor.finish_deferred_gather(logits)
-        return logits
-
     def _logprobs(self, batch, logits_output, choices: torch.Tensor, rows: VerifyRows) -> None:
         """Target logprobs of every output token, from the row that chose it."""
         row = torch.arange(rows.total, device=choices.device)
@@ -432,25 +435,6 @@ class LibraSpecWorker(DFlashWorkerV2):
                 "window": self._window_width,
                 **circumstances,
             },
-        )
-
-    def _write_trace(
-        self,
-        requests: list[str],
-        window: Window,
-        proposal: Proposal,
-        rows: VerifyRows,
-        accepted: Accepted,
-        gap: float | None,
-    ) -> None:
-        self._trace.round(
-            requests=requests,
-            verified=rows.lens,
-            gained=accepted.commit_lens.tolist(),
-            context=window.prefix_lens.tolist(),
-            confidence=proposal.confidence.tolist(),
-            laps=self._clock.laps,
-            gap=gap,
         )
 
     def _rows_in_words(self) -> str:

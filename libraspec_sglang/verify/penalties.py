@@ -95,3 +95,20 @@ class PenaltyWalk:
             for length in self._lengths:
                 length.sub_((~kept).to(length.dtype))
         self._before.clear()
+
+
+def mark_counted(penalties: BatchedPenalizerOrchestrator) -> None:
+    """Note when, on a GPU, a round's counts will be complete; see :func:`wait_until_counted`."""
+    if torch.device(penalties.device).type == "cuda":
+        penalties.libraspec_counted = torch.cuda.Event()
+        penalties.libraspec_counted.record()
+
+
+def wait_until_counted(penalties: BatchedPenalizerOrchestrator) -> None:
+    """Let the current stream wait for the counts of the round under way.
+
+    SGLang drops and adds requests of a batch on another stream than the one rounds count on.
+    """
+    counted = getattr(penalties, "libraspec_counted", None)
+    if counted is not None:
+        counted.wait()

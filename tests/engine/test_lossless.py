@@ -231,6 +231,18 @@ def test_every_verify_width(static_engine, plain, prompts):
             assert len(widths) - 1 <= 1 + i % 25  # never wider than the request allowed
 
 
+def test_penalties_follow_the_drafts(static_engine, plain, prompts):
+    """Drafted tokens are verified, and accepted, under every kind of penalty."""
+    _, answers = static_engine.ask(_shaped(prompts), concurrency=8, flush=True)
+    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in plain["shaped"]]
+    for kind in range(3):
+        meta = [a["meta_info"] for a in answers[kind::6]]
+        assert all(m["spec_cap_length"] > 1 for m in meta)
+        assert sum(m["spec_verify_ct"] for m in meta) < 0.95 * sum(
+            m["completion_tokens"] - 1 for m in meta
+        )
+
+
 def test_the_drafter_reads_what_plain_rounds_left_for_later(static_engine, logs, prompts):
     """Plain rounds write the drafter's cache late; a prefix hit on their tokens finds it whole."""
     trace = logs / "static.jsonl"
