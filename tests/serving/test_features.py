@@ -147,11 +147,12 @@ def test_several_answers_and_logprobs(client):
         )
 
 
-def chat(client, **asked):
+def chat(client, template=None, **asked):
     messages = [{"role": "user", "content": "Write a function that adds two numbers."}]
     answers = [
         client.chat.completions.create(
-            model="default", messages=messages, temperature=0, extra_body=extra, **asked
+            model="default", messages=messages, temperature=0,
+            extra_body={**extra, "chat_template_kwargs": template or {}}, **asked
         ).choices[0].message
         for extra in ({}, {"custom_params": PLAIN})
     ]  # fmt: skip
@@ -169,7 +170,8 @@ def test_the_reasoning_parser(client):
 
 def test_tool_calls(client):
     tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
-    ours = chat(client, max_tokens=200, tools=[tool], tool_choice="required")
+    ours = chat(client, {"enable_thinking": False}, max_tokens=200, tools=[tool],
+                tool_choice="required")  # fmt: skip
     (call, *_) = ours["tool_calls"]
     assert call["function"]["name"] == "add"
     assert set(json.loads(call["function"]["arguments"])) == set(SCHEMA["required"])
