@@ -69,7 +69,7 @@ class PathDependence:
             tokens: int64 [bs, D].
             rows: what is verified.
         """
-        follow = [i for i in self.grammars if rows.lens[i] > 1]
+        follow = [i for i in self.grammars if rows.lens[i] > 1 and i not in self.anchored]
         if not follow:
             return {}
         picked = tokens[upload(torch.tensor(follow), tokens.device), : rows.width - 1]

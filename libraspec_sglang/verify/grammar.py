@@ -66,10 +66,13 @@ def path_masks(
 
 
 def _fill(grammar: BaseGrammarObject, tokens: list[int], mask: torch.Tensor, row: int) -> None:
-    """Masks from ``row`` on: of the anchor, then behind each token that is allowed."""
+    """Masks from ``row`` on: of the anchor, then behind each token that is allowed.
+
+    A grammar in error stays so; SGLang ends its request when it takes the round's tokens.
+    """
     advanced = 0
-    grammar.fill_vocab_mask(mask, row)
     try:
+        grammar.fill_vocab_mask(mask, row)
         for token in tokens:
             if not _allows(mask[row], token):
                 break
@@ -79,11 +82,13 @@ def _fill(grammar: BaseGrammarObject, tokens: list[int], mask: torch.Tensor, row
                 break
             row += 1
             grammar.fill_vocab_mask(mask, row)
-    except ValueError as error:  # SGLang ends the request if the token is chosen after all
-        logger.warning("LibraSpec: a grammar refused a token that its mask allows: %s", error)
-    finally:
-        for _ in range(advanced):
-            grammar.rollback(1)
+    except ValueError as error:
+        logger.warning("LibraSpec: a grammar failed: %s", error)
+    if advanced:
+        try:
+            grammar.rollback(advanced)
+        except ValueError as error:
+            logger.warning("LibraSpec: a grammar cannot be put back: %s", error)
 
 
 def _allows(bits: torch.Tensor, token: int) -> bool:

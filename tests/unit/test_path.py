@@ -181,6 +181,48 @@ def test_a_draft_past_the_end_is_walked_to_the_end_only():
     assert path_masks({0: one}, {}, [1], len(TOKENS), torch.device("cpu")) is None
 
 
+class Broken(XGrammarGrammar):
+    """In error from some call on, as llguidance's grammars may be, and for good."""
+
+    calls = 0
+    working = 0
+
+    def _check(self):
+        self.calls += 1
+        if self.calls > self.working:
+            raise ValueError("in error")
+
+    def fill_vocab_mask(self, vocab_mask, idx):
+        self._check()
+        super().fill_vocab_mask(vocab_mask, idx)
+
+    def rollback(self, k):
+        self._check()
+        super().rollback(k)
+
+
+@pytest.mark.parametrize("working", [0, 1, 2])
+def test_a_grammar_in_error_harms_nobody_else(working, caplog):
+    """It fails at the anchor's mask, at a later one (and when put back), when put back only."""
+    one, other = grammar("a[bc]d"), grammar("xy")
+    one.__class__, one.working = Broken, working
+    mask = path_masks({0: one, 1: other}, {0: ids("a"), 1: ids("x")}, [2, 2], len(TOKENS),
+                      torch.device("cpu"))  # fmt: skip
+    assert allowed(mask)[2:] == [set(ids("x")), set(ids("y"))]
+    assert "a grammar" in caplog.text
+    assert other.accepted_tokens == []
+
+
+def test_fixed_rows_do_not_make_an_anchored_grammar_follow():
+    """Whole windows are verified for every request; SGLang's outlines has no rollback."""
+    outlines = SimpleNamespace(finished=False)
+    path = PathDependence.of([request(grammar=outlines), request(grammar=grammar("a"))])
+    assert path.anchored == [0]
+    assert path.drafted(torch.zeros(2, 3, dtype=torch.int64), verify_rows([4, 4], 4, "cpu")) == {
+        1: [0, 0, 0]
+    }
+
+
 def test_who_follows_drafts_and_who_does_not():
     requests = [
         request(),
