@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import requests
 
@@ -57,3 +59,14 @@ class Server:
             f"{self.url}/generate", json={"text": text, "sampling_params": sampling}, timeout=120
         )
         return answer
+
+
+@contextmanager
+def serving(log, *flags: str) -> Iterator[Server]:
+    """A server that answers; ended afterwards, also where it does not get that far."""
+    server = Server(log, *flags)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import requests
-from servers import PLAIN, PROMPT, Server
+from servers import PLAIN, PROMPT, serving
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
 SCHEMA = {
@@ -30,17 +30,13 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """Every request verifies 12 drafted tokens a round, whether or not that pays."""
-    server = Server(
+    with serving(
         tmp_path_factory.mktemp("features") / "server.log",
         *("--libraspec-policy", "static", "--libraspec-static-length", "12"),
         *("--enable-custom-logit-processor", "--enable-priority-scheduling"),
         *("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25"),
-    )  # fmt: skip
-    try:
-        server.wait()
+    ) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 import requests
-from servers import PLAIN, PROMPT, Server
+from servers import PLAIN, PROMPT, Server, serving
 
 from libraspec_sglang.cpu import enable
 
@@ -21,14 +21,9 @@ from libraspec_sglang.cpu import enable
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
-    server = Server(
-        log, "--enable-metrics", "--libraspec-max-length", "20", "--decode-log-interval", "8"
-    )
-    try:
-        server.wait()
+    flags = ("--enable-metrics", "--libraspec-max-length", "20", "--decode-log-interval", "8")
+    with serving(log, *flags) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
